@@ -71,8 +71,8 @@ def write_private(path: Path, text: str, *, sync: bool = False) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Create or atomically replace a file. A link's target is replaced, with the mode that it has; what is no regular
-    file, such as a pipe, is written to.
+    """Create or atomically replace a file. A link's target is replaced, with the mode that it has; what is not a
+    regular file, such as a pipe, is written to in place.
 
     Raises:
         OSError: the old file is unchanged.

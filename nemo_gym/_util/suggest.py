@@ -13,8 +13,8 @@ MAX_PROBLEMS = 10
 SIMILAR = 0.6
 """How much a name resembles a known one (`difflib`'s ratio, 0 to 1) to be suggested for it."""
 MISSPELT = 0.8
-"""The same where a name may also be another one on purpose. Between free names, less says nothing:
-``judge_model_name`` resembles ``policy_model_name``, and is another key."""
+"""The same where an unknown name may be intended, as names of one's own are. A lower value would match by chance:
+``judge_model_name`` resembles ``policy_model_name``, but is another key."""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = SIMILAR) -> str:

@@ -316,7 +316,7 @@ def _answer(route: Route, content: bytes) -> dict[str, Any]:
 
 
 # The fields of an endpoint's answer that agents read. A wrong one is the endpoint's failure. What the policy itself
-# writes, the names and arguments of its calls, may have any type: the policy is told what is wrong with them.
+# writes, the names and arguments of its calls, may have any type: the policy gets an error that says what is wrong.
 
 
 class _Fields(BaseModel):

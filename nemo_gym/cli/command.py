@@ -78,8 +78,8 @@ def _code_of(name: str, body: Callable[[Sequence[str]], int], words: list[str]) 
 
 @contextmanager
 def outlasts_output() -> Iterator[None]:
-    """Decorates a command that does work, whose results are in files and whose exit code is the result's: unlike a
-    command that only prints, it goes on to its end when stdout has no reader any more, or its disk is full."""
+    """Decorates a command whose results are files and whose exit code says how the work went. Unlike a command that
+    only prints, it continues when nobody reads stdout any more, or the disk that holds it is full."""
     with outlasted("stdout"):
         try:
             yield

@@ -223,8 +223,8 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def _matches(patterns: str, merged: Path | None) -> list[Path]:
-    """Return the result files that match, without what other commands wrote beside them and without what an earlier
-    command ``merged``."""
+    """Return the result files that match, except files that other commands wrote beside them, and except ``merged``,
+    the output of an earlier merge."""
     beside = ("_materialized_inputs.jsonl", "_reverified.jsonl", "_reward_profiling.jsonl")
     places = [str(Path(each.strip()).expanduser()) for each in patterns.split(",")]
     found = sorted({Path(name) for each in places for name in glob(each, recursive=True)})  # noqa: PTH207 - any folder

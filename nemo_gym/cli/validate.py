@@ -81,8 +81,8 @@ def validate(argv: Sequence[str]) -> int:
 
 
 def _as_file(composition: Composition) -> dict[str, Any]:
-    """Return the configuration as a file that composes the same: without what the composition itself sets and keys
-    that only interpolations read, which are resolved, and with the topology."""
+    """Return the configuration as a file that composes the same, topology included. It lacks the keys that the
+    composition itself sets, and those that only interpolations read: the interpolations are resolved."""
     from nemo_gym.config.keys import COMPOSITION, TOPOLOGY
     from nemo_gym.config.strict import known_keys, unread
 

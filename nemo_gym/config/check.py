@@ -74,9 +74,9 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 
 
 def notices(composition: Composition) -> list[str]:
-    """Return the warnings, a sentence for each key that does nothing here, with its meaning in NeMo Gym, and a
-    sentence for each plugin that is not used although its name or its file is, for each extra root that does not
-    exist, and for each model server whose sessions end before attempts may."""
+    """Return the warnings, one sentence each: for keys that do nothing here, with their meaning in NeMo Gym; for
+    plugins in whose place another one of that name or file is used; for extra roots that do not exist; and for model
+    servers whose sessions expire before an agent's time limit."""
     return [
         *composition.warnings,
         *_hidden_plugins(composition),
@@ -104,7 +104,7 @@ def _hidden_plugins(composition: Composition) -> list[str]:
 
 
 def _plugins_without_their_file(composition: Composition) -> list[str]:
-    """Name the plugins whose own file runs another plugin instead, as that of a copied folder does."""
+    """Name the plugins whose own file runs another plugin instead, as the file of a copied folder does."""
     servers = composition.servers.values()
     used = {(block.source, block.server_type, block.implementation) for block in servers}
     sentences = []

@@ -1,5 +1,4 @@
-"""Files of a configuration: the folders that are searched, files with what they include, and the files that groups
-choose.
+"""Configuration files: the folders that are searched, the files that a file includes, and those that groups choose.
 
 The folders are those of ``NEMO_GYM_EXTRA_ROOTS`` (separated like ``PATH``), the working directory and the
 installation. The first that has a plugin or file wins, so a user's folder can add to or replace what ships. Groups

@@ -59,8 +59,8 @@ class Merged:
         self._merge(self.values, layer.values, (), layer.source)
 
     def check_replacement(self, name: str, value: Any, source: str) -> None:
-        """Raise `ConfigError` if ``value`` would stand in place of a server's block, and is none; ``null`` removes
-        the server, and in place of ``${copy:…}`` and ``${inherit_from:…}`` another block goes."""
+        """Raise `ConfigError` if ``value`` would replace a server's block and is not a block itself. Allowed are
+        ``null``, which removes the server, and ``${copy:…}`` and ``${inherit_from:…}``, which stand for a block."""
         present = self.values.get(name)
         if value is None or isinstance(value, Mapping) or not isinstance(present, Mapping):
             return

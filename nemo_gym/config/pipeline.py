@@ -188,7 +188,7 @@ class PipelineConfig(KeysConfig):
 
     @property
     def sampling_beside_rows(self) -> dict[str, Any]:
-        """The parameters that decide what the model answers, and that no materialized row holds."""
+        """The sampling parameters that materialized rows do not hold."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return {"top_k": self.top_k, "stop": stop, "seed": self.base_seed}
 

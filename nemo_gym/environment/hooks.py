@@ -113,7 +113,7 @@ def normalize_tool_name(name: str, server_name: str | None = None) -> str:
 async def verify_reply(
     server: EnvironmentHooks, hook: PluginCall, request: Request, row: dict[str, Any], response: dict[str, Any]
 ) -> dict[str, Any]:
-    """Call a plugin's ``verify``, and return what it says itself: its reply without what that repeats of the row.
+    """Call a plugin's ``verify``, and return its reply without the fields that only repeat the row.
 
     It gets a copy of the response with the environment's own names of its tools.
 

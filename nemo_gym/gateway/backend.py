@@ -111,7 +111,7 @@ class SessionShare:
         self.in_flight_bytes += size
 
     def reply_left(self, size: int) -> None:
-        """End the claim of a reply of ``size`` bytes, of which none is left in this process."""
+        """End the claim of a reply of ``size`` bytes, all of which have left this process."""
         self.unsent_bytes -= size
         self.in_flight_bytes -= size
 

@@ -327,7 +327,7 @@ class DeliveredEvents(Response):
 
 
 class ClaimedReply(Response):
-    """A large reply, of which ``written`` is called when all of it was handed over or it failed."""
+    """A large reply that calls ``written`` once all of it was handed over, or sending it failed."""
 
     def __init__(self, reply: Response, written: Callable[[], None]) -> None:
         self.status_code = reply.status_code

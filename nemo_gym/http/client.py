@@ -368,7 +368,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def encode_as_text(value: Any) -> bytes:
-    """Encode what a plugin returned, which may be anything, as JSON: what is none becomes text."""
+    """Encode a plugin's result, which may be anything, as JSON; a value that JSON cannot hold becomes its text."""
     try:
         return orjson.dumps(value, default=str, option=_OPTIONS)
     except TypeError:

@@ -96,7 +96,7 @@ class PluginCall:
         except RequestValidationError as error:  # raised by a plugin that validates its body itself
             raise InvalidBodyError(f"{self._name}: the body is invalid", errors=_error_list(error.errors())) from None
         if response.status_code >= 400 and not isinstance(result, Response):
-            # The status that the hook set on its parameter is that of its result.
+            # The hook set the status of its result on its ``Response`` parameter.
             return JsonResponse(plain(result), response.status_code)
         return result
 

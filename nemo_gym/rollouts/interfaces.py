@@ -183,8 +183,7 @@ class Stop:
     server_lost: bool = False
 
     def failure(self, stage: StageName) -> StageFailure:
-        """Return the stop as a failure in ``stage``. The status 0 of a lost server is that of a call without a
-        response."""
+        """Return the stop as a failure in ``stage``. A lost server has status 0, like a call without a response."""
         details = {"status": 0} if self.server_lost else {}
         return StageFailure(stage, self.kind, self.reason, retryable=self.retryable, details=details)
 

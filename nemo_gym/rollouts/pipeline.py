@@ -608,8 +608,8 @@ class AsyncDispatcher:
 
     async def stop(self, *, for_good: bool = False) -> None:
         """Claim no more jobs, stop the running ones, and queue them for a later resume. Release what they hold, except
-        what EVAL needs of an attempt whose RUN result is stored: whoever resumes it only grades. With ``for_good``
-        nobody will, and everything is released."""
+        what EVAL needs of attempts whose RUN result is stored: a resume only grades those. With ``for_good`` there
+        will be no resume, and everything is released."""
         remove_source(self)
         for handle in self._deadlines.values():
             handle.cancel()

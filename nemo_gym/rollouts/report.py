@@ -130,7 +130,7 @@ def _standard_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_counts(answered: Mapping[str, Any], tally: AgentTally, summaries: Sequence[RolloutSummary]) -> dict[str, Any]:
-    """Return the metrics of one agent's rollouts with a verdict, with what all its rollouts count."""
+    """Return the metrics of one agent: those of its rollouts with a verdict, and counts over all its rollouts."""
     metrics: dict[str, Any] = {
         "agent_metrics": answered.get("agent_metrics") or {},
         "key_metrics": answered.get("key_metrics") or {},

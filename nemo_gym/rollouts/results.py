@@ -129,7 +129,7 @@ class RunFiles:
 
     def holding(self, *, besides: Collection[Path] = ()) -> list[Path]:
         """Return the files, ``besides`` some, that hold something and that a run writes or `discard` removes. The
-        index is none of them: its readers mend it, and leave another's file of its name alone."""
+        index is not among them: its readers repair it, and leave a file of its name that is not an index alone."""
         candidates = (*self._beside, self.sampler, self.logs)
         return [path for path in candidates if path not in besides and _holds_something(path)]
 
@@ -367,8 +367,8 @@ def locked_file(path: Path) -> BinaryIO:
 
 
 def lock_of_store(store: Path) -> Path:
-    """Return the lock of a store that was named by its path, which runs and services take. If its name is that of a
-    store beside an output, that is the lock of the output."""
+    """Return the lock that runs and services take for a store named by its path. A store beside an output shares the
+    lock of that output."""
     return store.with_name(f"{store.name.removesuffix('_store.sqlite')}.lock")
 
 

@@ -420,7 +420,7 @@ class RolloutSampler:
                 await self._too_old(record, old)
 
     def _under_way(self) -> dict[str, Carried]:
-        """The running attempts. An attempt that failed is none, and its job waits to begin anew."""
+        """The running attempts, without attempts that failed, whose jobs wait for another attempt."""
         held = {attempt.job.job_id: attempt.job.attempt for attempt in self._dispatcher.held}
         return {job_id: each for job_id, each in self._running.items() if held.get(job_id) == each.attempt}
 

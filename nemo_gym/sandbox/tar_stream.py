@@ -327,7 +327,7 @@ class TarFilter:
         return joined
 
     def resolve(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the files that hard links to excluded files stand for. A file of which no name is left is left out.
+        """Yield the files that hard links to excluded files stand for. A file none of whose names is left is omitted.
 
         Raises:
             ArchiveError: the names share their content in another way by now, so the content of one is unknown.

@@ -28,8 +28,8 @@ TOKEN_VARIABLE = "NEMO_GYM_SERVICE_TOKEN"
 BATCH = 500
 """The most jobs of one request."""
 BATCH_BYTES = 4 << 20
-"""The size of the jobs at which a request is sent, even if they are fewer. Even jobs of nothing but empty lists, of
-which each counts as four values in three bytes, are then within the service's bound of values (`max_body_values`)."""
+"""A request is sent once its jobs reach this size, however few they are. So even jobs full of empty lists, each of
+which counts as four values in three bytes, stay within the service's `max_body_values`."""
 PATIENCE_S = 60.0
 """How many seconds to retry if the service cannot be reached, because it may be restarting."""
 WAIT_AT_ONCE_S = 60.0
@@ -123,8 +123,8 @@ class Address:
     def find(
         cls, url: str | None = None, token: str | None = None, run_dir: Path | None = None, role: str = "operate"
     ) -> Address:
-        """Return the given address, or else that of the service in a run's directory, or else that of the environment
-        variables. Raises `ConfigError`."""
+        """Return the given address. Without one, return the address of the service in a run's directory, and without
+        that directory, the address in the environment variables. Raises `ConfigError`."""
         source, variable = "the one given as token", os.environ.get(URL_VARIABLE)
         # The variables name one service: a directory names another one, which does not get their token.
         is_another = bool(variable) and not url and run_dir is not None

@@ -244,9 +244,9 @@ class Supervisor:
         return folder
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that a server sets in its own process: those that the configuration passes on by name
-        (``pass_env: [HF_TOKEN]``), which thus stay out of the initial environment block that other users may read; the
-        plugin roots; and the user's working directory, because the server's own one is its plugin's folder."""
+        """Return the variables that a server sets in its own process, so that they stay out of the initial environment
+        block, which other users may read: the variables that the configuration passes on by name (``pass_env:
+        [HF_TOKEN]``), the plugin roots, and the user's working directory (a server's own is its plugin's folder)."""
         names = self.composition.values.get("pass_env") or []
         passed = {str(name): os.environ[str(name)] for name in names if str(name) in os.environ}
         return {

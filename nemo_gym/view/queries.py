@@ -258,9 +258,9 @@ def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
 
 
 def rewards_by_task(index: ResultIndex) -> dict[tuple[str, int], list[float]]:
-    """Return the rewards of each task; a task without rewards has an empty list. Tasks are told apart by their index,
-    as the run does it, and named by their name and, because other runs may number them differently, by their place
-    among the tasks of that name."""
+    """Return the rewards of each task; a task without rewards has an empty list. Within a run, the index identifies a
+    task. Other runs may number tasks differently, so the keys here are a task's name and its place among the tasks of
+    that name."""
     tasks: dict[int, tuple[str, list[float]]] = {}
     for task_index, name, reward in index.connection().execute(
         "SELECT task_index, task_id, reward FROM rollouts ORDER BY task_index, sample_index"

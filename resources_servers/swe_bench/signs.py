@@ -304,8 +304,8 @@ def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
 
 
 def without_runner_code(patch: bytes, gold_patch: bytes) -> bytes:
-    """Return the patch without the code that decides how tests run, and without what lies below or above such a file's
-    path, because it cannot be applied without it. Configuration that loads no code stays: it may belong to the change,
+    """Return the patch without the code that decides how tests run, and without changes to paths below or above such
+    a file, which could not be applied without it. Configuration that loads no code stays: it may belong to the change,
     like a warning that is filtered. So do packages of the product that are called ``test`` or ``testing``."""
     gold = paths_of(gold_patch)
     sections = split_patch(patch)

@@ -50,8 +50,8 @@ API_KEY_ENV = "OPENAI_API_KEY"
 RETRIED_STATUSES = frozenset({500, 502, 503, 504, 520})
 FIRST_BACKOFF_S = 0.5
 COMMENTS_HELD_S = 60.0
-"""How long a stream of nothing but comments is not opened. They keep callers waiting that give up after some minutes
-without a response's head."""
+"""How long to wait for a stream's first event while only comments arrive. The stream is then opened: callers may give
+up after some minutes without a response's head."""
 READY_TTL_S = 5.0
 READY_TIMEOUT_S = 5.0
 

@@ -72,7 +72,7 @@ if [ -n "$http_proxy$https_proxy$all_proxy$HTTP_PROXY$HTTPS_PROXY$ALL_PROXY" ]; 
 fi
 exec "$@"
 """
-"""Runs a command so that a proxy that the image sets is not asked for the doors, which it cannot reach."""
+"""Runs a command that connects to doors directly, because a proxy that the image sets cannot reach them."""
 STOP_TIMEOUT_S = 20.0
 """How long a killed process may take to end; also the value to pass to `act_in_world` as ``grace_s``."""
 

@@ -193,7 +193,7 @@ def _kind(value: str) -> str:
 
 
 def _types(schema: Mapping[str, Any], depth: int) -> frozenset[str]:
-    # Nobody has checked the schemas that harnesses offer: what is no valid keyword limits nothing.
+    # The schemas that harnesses offer are unchecked, so an invalid keyword limits nothing.
     given = schema.get("type")
     types = {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf", "allOf"):

@@ -182,7 +182,7 @@ class IncrementalEncoder:
 
     @cached_property
     def _kept_whole(self) -> frozenset[str]:
-        """The switches and what the template may take for none, as ``</think>``, of which ``/think`` is a part."""
+        """The switches, and texts that contain one but may not be one to the template: ``</think>`` for ``/think``."""
         words = self._policy.template.compared
         return self.switches | {word for word in words if any(one.lower() in word.lower() for one in self.switches)}
 

@@ -183,7 +183,7 @@ def ensure_watchdog(engine_url: str) -> None:
 
 
 def overrun(engine_url: str, container_id: str) -> str | None:
-    """Return what the engine's watchdog wrote when it removed this box for what it had written to disk, if it did."""
+    """Return the watchdog's log line if it removed this box because the box exceeded its disk limit."""
     with contextlib.suppress(OSError), lock_path(engine_url).with_suffix(".log").open(errors="replace") as lines:
         return next((line.strip() for line in lines if line.startswith(f"removing box {container_id[:12]}:")), None)
     return None

@@ -75,8 +75,8 @@ class DockerConfig:
     seccomp: Literal["suite", "engine"] = "suite"
     """The system call profile: this suite's, if the engine supports it, or the engine's own."""
     watchdog: bool = True
-    """Start the process that removes boxes whose lease ended or which wrote more than their disk limit. Turn this off
-    only where something else does so."""
+    """Start the process that removes boxes when their lease ends or they wrote more than their disk limit. Turn this
+    off only where something else removes them."""
 
     def __post_init__(self) -> None:
         if self.pull not in get_args(PullPolicy):

@@ -389,7 +389,7 @@ class DockerExec:
 
     async def _end(self) -> ExecEnd:
         if self._attachment is not None and self._attachment.broken and not self._timed_out:
-            # With its exit code, the command would pass for one that printed no more than what has arrived.
+            # With an exit code, this output, which may lack a part, would pass for the command's whole output.
             await self.kill()
             return ExecEnd(ExecOutcome.LOST, duration_s=time.monotonic() - self._began)
         code = None if self._lost else await self._exit_code()

@@ -192,7 +192,7 @@ def watch_disks(engine: EngineClient) -> None:
         began = now_s()
         try:
             for container_id, (size, limit) in over_disk_limit(engine).items():
-                # First, because whoever uses the box asks why it is gone as soon as it is; see `creation.overrun`.
+                # Before the removal: as soon as the box is gone, its user asks for the reason (`creation.overrun`).
                 line = f"removing box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
                 sys.stderr.write(line)
                 engine.remove(container_id)

@@ -9,6 +9,8 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from nemo_gym._util.suggest import validation_problems
+
 SKILL_MD_FILENAME = "SKILL.md"
 _HASH_CHARS = 12
 
@@ -53,7 +55,8 @@ def parse_skill_md(skill_md_path: Path) -> SkillMetadata:
     try:
         return SkillMetadata.model_validate(yaml.safe_load("\n".join(lines[1 : ends[1]])) or {})
     except (yaml.YAMLError, ValidationError) as error:
-        raise ValueError(f"{skill_md_path}: its head needs 'name': {error}") from error
+        problem = validation_problems(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{skill_md_path}: its head needs 'name': {problem}") from error
 
 
 def load_skill_directory(path: str) -> SkillsRef:

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from nemo_gym._util.suggest import validation_problems
+
 CaseKind = Literal["full_reward", "zero_reward", "malformed", "determinism"]
 Invocation = Callable[[Any, BaseModel], object | Awaitable[object]]
 FiniteReward = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -78,7 +80,7 @@ def load_verifier_fixture(path: str | Path) -> list[VerifierFixtureCase]:
             try:
                 cases.append(VerifierFixtureCase.model_validate_json(line))
             except ValidationError as error:
-                raise VerifierFixtureError(f"{path}, line {number}: {error}") from error
+                raise VerifierFixtureError(f"{path}, line {number}: {validation_problems(error)}") from error
     names = [case.name for case in cases]
     if twice := {name for name in names if names.count(name) > 1}:
         raise VerifierFixtureError(f"{path}: names of cases must be unique; twice: {', '.join(sorted(twice))}")
@@ -138,7 +140,7 @@ async def _reward(fixture: VerifierFixture, case: VerifierFixtureCase, *, reseed
     try:
         body = fixture.request_model.model_validate(case.request)
     except ValidationError as error:
-        raise VerifierFixtureError(f"case '{case.name}': {error}") from error
+        raise VerifierFixtureError(f"case '{case.name}': {validation_problems(error)}") from error
     server = fixture.server_factory()
     if reseed and fixture.reseed is not None:
         await _awaited(fixture.reseed(server, body))

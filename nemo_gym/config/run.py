@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.config.files import find_file, plugin_roots
 from nemo_gym.config.pipeline import PipelineConfig, named
 from nemo_gym.contract.errors import ConfigError
@@ -47,8 +48,9 @@ def read_prompt(path: str) -> PromptConfig:
     except OSError as error:
         raise ConfigError(f"prompt file '{path}' cannot be read: {error.strerror}", key="prompt_config") from error
     except (yaml.YAMLError, ValidationError, UnicodeDecodeError, RecursionError) as error:
+        problem = validation_problems(error) if isinstance(error, ValidationError) else error
         raise ConfigError(
-            f"prompt file '{file}' must be YAML with 'user' and optionally 'system': {error}", key="prompt_config"
+            f"prompt file '{file}' must be YAML with 'user' and optionally 'system': {problem}", key="prompt_config"
         ) from error
 
 

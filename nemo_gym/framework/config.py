@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 CONFIG_PATH = "actor_rollout_ref.rollout.custom.agent_framework"
@@ -108,11 +109,8 @@ class FrameworkConfig(BaseModel):
         try:
             return cls.model_validate(block)
         except ValidationError as error:
-            problems = [
-                f"{CONFIG_PATH}.{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
-                for item in error.errors()
-            ]
-            raise ConfigError("; ".join(problems), key=str(error.errors()[0]["loc"][-1])) from None
+            problems = validation_problems(error, cls.model_fields, where=CONFIG_PATH)
+            raise ConfigError(problems, key=str(error.errors()[0]["loc"][-1])) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,14 @@ from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while
 from nemo_gym.http.middleware import Application
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import shape_errors
-from nemo_gym.http.requests import JsonResponse, caller_of, check_messages, parse_json_object, require_role
+from nemo_gym.http.requests import (
+    JsonResponse,
+    caller_of,
+    check_messages,
+    parse_json_object,
+    require_role,
+    validated,
+)
 from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.rollout_observability import ModelCallRecord
 
@@ -267,14 +274,8 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
     async def _open_route(self, request: Request) -> Response:
         caller = require_role(request, Role.PIPELINE, Role.AGENT)
         body = await parse_json_object(request)
-        try:
-            rollout = RolloutIdentity.model_validate(body.get("rollout"))
-        except ValueError as error:
-            raise InvalidBodyError(f"/sessions needs 'rollout': {error}") from None
-        try:
-            limits = ChosenLimits.model_validate(body.get("limits") or {})
-        except ValueError as error:
-            raise InvalidBodyError(f"/sessions: 'limits': {error}") from None
+        rollout = validated(RolloutIdentity, body.get("rollout"), "/sessions: 'rollout'")
+        limits = validated(ChosenLimits, body.get("limits") or {}, "/sessions: 'limits'")
         opened = await self.gateway_sessions.open(
             rollout, body.get("sampling"), opener=opener_of(caller), limits=limits
         )

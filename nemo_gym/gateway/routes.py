@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError
 from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
@@ -32,7 +31,7 @@ from nemo_gym.gateway.inference import CallRequest, Inference
 from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.sessions import token_in
 from nemo_gym.http.problems import refused, unexpected
-from nemo_gym.http.requests import JsonResponse, parse_json_object
+from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
 from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER
 
 _SESSIONS = "/sessions/"
@@ -166,10 +165,7 @@ class OpenSession(BaseModel):
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> OpenSession:
         """Validate the body of a request. Raises `InvalidBodyError`, which names the wrong field."""
-        try:
-            parsed = cls.model_validate(body)
-        except ValidationError as error:
-            raise InvalidBodyError(f"/sessions: {validation_problems(error, cls.model_fields)}") from None
+        parsed = validated(cls, body, "/sessions")
         checked_depth(parsed.sampling, "sampling")
         if (size := len(orjson.dumps(parsed.sampling))) > MAX_SAMPLING_BYTES:
             raise InvalidBodyError(

@@ -173,3 +173,11 @@ def test_a_template_may_have_the_escapes_of_json(tmp_path: Path) -> None:
     (tmp_path / "prompt.yaml").write_text(json.dumps({"user": "\ud83d {a}"}))
     with pytest.raises(ConfigError, match=r"(?s)prompt.yaml' must be YAML with 'user'.*surrogate"):
         read(tmp_path, b'{"a": 1}\n', **keys)
+
+
+def test_a_wrong_template_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "prompt.yaml").write_text("user: 3\n")
+    with pytest.raises(
+        ConfigError, match=r"prompt.yaml' must be YAML with 'user'[^\n]*: user: Input should be a \S+ string$"
+    ):
+        read(tmp_path, b'{"a": 1}\n', agent_name="solver", prompt_config=str(tmp_path / "prompt.yaml"))

@@ -24,6 +24,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecOutput
 from nemo_gym.sandbox.wire.models import ExecEndModel
@@ -72,7 +73,7 @@ class Frame:
         try:
             return ExecEndModel.model_validate_json(self.payload)
         except ValidationError as error:
-            raise FrameError(f"the exit frame of an exec is invalid: {error}") from error
+            raise FrameError(f"the exit frame of an exec is invalid: {validation_problems(error)}") from error
 
 
 def encode(kind: FrameKind, payload: bytes = b"") -> bytes:

@@ -152,3 +152,18 @@ def test_missing_script_stops_the_start(tmp_path: Path) -> None:
     server = ScriptedModel(config=ScriptedModel.config_from("model", block), server_client=ServerClient())
     with pytest.raises(ConfigError, match="gone"):
         server.setup_webserver()
+
+
+async def test_a_session_that_cannot_be_opened_is_told_by_field(stack: Stack) -> None:
+    await session(stack)
+    for wrong, told in (
+        (
+            {"rollout": {**rollout().model_dump(), "attempt": "two"}},
+            "/sessions: 'rollout': attempt: Input should be a",
+        ),
+        ({"rollout": rollout().model_dump(), "limits": {"idle": 3}}, "/sessions: 'limits': unknown key 'idle'"),
+        ({}, "/sessions: 'rollout': value: Input should be"),
+    ):
+        reply = await stack.client().post("model", "/sessions", json=wrong)
+        said = await reply.text()
+        assert reply.status == 422 and told in said and "pydantic" not in said, said

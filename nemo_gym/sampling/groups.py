@@ -85,10 +85,6 @@ class Group:
         """The rewards of the valid samples."""
         return tuple(sample.reward for sample in self.samples if sample.reward is not None)
 
-    def lag(self, weights_version: int) -> int:
-        """Return the number of versions between the oldest sample's first token and ``weights_version``."""
-        return max(weights_version - sample.weights.first for sample in self.samples)
-
 
 class GroupFilter(Protocol):
     """Decides whether a group is effective."""

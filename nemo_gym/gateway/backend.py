@@ -61,16 +61,16 @@ class CallLimits:
     max_session_bytes: int = 512 << 20
     max_session_in_flight_bytes: int = 128 << 20
 
-    def check_kept(self, kept: SessionShare) -> None:
+    def check_share(self, share: SessionShare) -> None:
         """Raise `SessionTooLargeError` for a session that keeps too much."""
-        if kept.messages > self.max_session_messages:
+        if share.messages > self.max_session_messages:
             raise SessionTooLargeError(
-                f"the session has {kept.messages} messages; the limit is {self.max_session_messages}; raise the"
+                f"the session has {share.messages} messages; the limit is {self.max_session_messages}; raise the"
                 " gateway's 'max_session_messages' if that is what its harness needs"
             )
-        if kept.bytes > self.max_session_bytes:
+        if share.bytes > self.max_session_bytes:
             raise SessionTooLargeError(
-                f"the session's turns have {kept.bytes} bytes; the limit is {self.max_session_bytes}; raise the"
+                f"the session's turns have {share.bytes} bytes; the limit is {self.max_session_bytes}; raise the"
                 " gateway's 'max_session_bytes' if that is what its harness needs"
             )
 

@@ -265,7 +265,7 @@ class DurableSessions(Generic[C, D]):
                 large = large_texts_of(record, turn.body)
                 live.share.count_turn(record, len(turn.body) - sum(text.length for text in large))
                 for text in large:
-                    text.let_go(turn.kept)
+                    text.let_go(turn.journaled)
         except (KeyError, TypeError, ValueError) as error:
             raise JournalDamagedError(
                 f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"

@@ -477,7 +477,7 @@ class Inference(Generic[C, D]):
         live = call.live
         check_messages(call.body, self.limits.max_messages)
         if live is not None:
-            self.limits.check_kept(live.share)
+            self.limits.check_share(live.share)
             await self.turns.wait(live.share)
         remote_images.set(live is None or self._remote_images)  # in this call's context
         working = step_begins(call.body_bytes)
@@ -566,7 +566,7 @@ class Inference(Generic[C, D]):
         whole = size_of(pieces)
         size = whole - sum(text.length for text in call.large)
         live.share.worked(working)
-        index, call.kept = await self._sessions.journal.commit_turn(
+        index, call.journaled = await self._sessions.journal.commit_turn(
             live.session_id,
             pieces,
             fingerprint=call.fingerprint,
@@ -717,9 +717,9 @@ class Inference(Generic[C, D]):
             asyncio.get_running_loop().call_later(look_again_s, self._note_sent, call, later)
             return
         call.noted_as_sent = True
-        if call.kept is not None:  # the answer has left, and its turn is durable
+        if call.journaled is not None:  # the answer has left, and its turn is durable
             for text in call.large:
-                text.let_go(call.kept)
+                text.let_go(call.journaled)
         call.large = ()
         self._sessions.journal.sent(call.live.session_id, call.committed.index)
 
@@ -804,7 +804,7 @@ class Call(Generic[C]):
     """Whether the journal has the answer as sent."""
     large: Sequence[LargeText] = ()
     """The large texts of its turn, which stay in memory until the answer has left."""
-    kept: JournaledBody | None = None
+    journaled: JournaledBody | None = None
     """Where the journal has its turn; set once the turn is durable."""
 
     def answered(self, committed: Committed, *, repeated: bool) -> None:

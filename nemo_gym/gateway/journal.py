@@ -115,7 +115,7 @@ class TurnRecord:
     fingerprint: str
     key: str | None
     body: bytes
-    kept: JournaledBody
+    journaled: JournaledBody
     """The place of ``body`` in the journal."""
     sent: bool = False
     """Whether the whole answer was handed to the network before the restart."""
@@ -353,7 +353,9 @@ class SessionJournal:
         return next(iter(self._log.segments()), self._log.segment)
 
 
-def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: bytes, kept: JournaledBody) -> None:
+def _apply(
+    replayed: dict[str, ReplayedSession], header: dict[str, Any], body: bytes, journaled: JournaledBody
+) -> None:
     session_id, kind = header["session"], RecordKind(header["kind"])
     if kind is RecordKind.OPENED:
         replayed[session_id] = ReplayedSession(SessionRecord(**header["record"]))
@@ -364,7 +366,7 @@ def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: b
             raise JournalDamagedError(
                 f"session '{session_id}' has turn {header['index']} where turn {len(session.turns)} belongs"
             )
-        session.turns.append(TurnRecord(header["index"], header["fingerprint"], header["key"], body, kept))
+        session.turns.append(TurnRecord(header["index"], header["fingerprint"], header["key"], body, journaled))
     elif kind is RecordKind.SENT:
         if header["index"] < len(session.turns):
             sent = header.get("delivered", True)

@@ -76,7 +76,7 @@ class TextConversations(ForestConversations):
         nothing = _NoTokens()
         encoder, policy = cast("IncrementalEncoder", nothing), cast("PolicyTokenizer", nothing)
         super().__init__(TokenForest(encoder, policy, History.VERBATIM, now))
-        self.said: list[Mapping[str, Any]] = []
+        self.turn_data: list[Mapping[str, Any]] = []
         """By turn: the ``messages`` since its parent, the answer last; the ``tools`` of a turn without a parent."""
         self.history_json = HistoryJson()
         self.relayed: list[Mapping[str, JsonText]] = []
@@ -85,7 +85,7 @@ class TextConversations(ForestConversations):
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         turn_records = [*records]
         restore(self.forest, turn_records)
-        self.said = [record["said"] for record in turn_records]
+        self.turn_data = [record["said"] for record in turn_records]
         self.relayed = [record["relayed"] for record in turn_records]
 
     def rows(
@@ -98,7 +98,7 @@ class TextConversations(ForestConversations):
         numbers = {turn.details["call_id"]: turn.turn_id for turn in turns}
         rows = []
         for trajectory, leaf in zip(trajectories, leaves, strict=True):
-            path = [self.said[turn.turn_id] for turn in leaf.path()]
+            path = [self.turn_data[turn.turn_id] for turn in leaf.path()]
             messages = [message for turn_data in path for message in turn_data["messages"]]
             row = as_row(trajectory)
             for turn in row["turns"]:
@@ -208,7 +208,7 @@ class TextBackend:
         turn_data: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
         if turn.parent is None and request.tools:
             turn_data["tools"] = [*request.tools]
-        conversations.said.append(turn_data)
+        conversations.turn_data.append(turn_data)
         relayed: dict[str, JsonText] = {}
         if completion.entries:
             relayed["entries"] = completion.entries
@@ -229,7 +229,7 @@ class TextBackend:
 
     def take_back(self, conversations: TextConversations, turn_id: int) -> None:
         conversations.forest.take_back(turn_id)
-        conversations.said.pop()
+        conversations.turn_data.pop()
         conversations.relayed.pop()
 
     async def count_tokens(self, request: PolicyRequest) -> None:

@@ -67,7 +67,7 @@ _MAX_PROOFS = 1024
 """Shapes are few in practice; a client that invents new ones must not fill the memory."""
 
 
-Told = tuple[tuple[str, str, bool], ...]
+SwitchMessages = tuple[tuple[str, str, bool], ...]
 """Role, text and whether it has an image, of each system and user message in which the template finds a switch; the
 rest of the text is replaced. ``""`` is the text of any number of messages without a switch."""
 _CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
@@ -86,12 +86,12 @@ class _Shape:
     roles: tuple[tuple[str, int], ...]
     prefill: bool
     media: bool
-    told: Told = ()
-    told_new: Told = ()
+    switch_messages: SwitchMessages = ()
+    new_switch_messages: SwitchMessages = ()
 
 
 def _without_switches(new: Sequence[Message], continued: _Shape) -> Sequence[Message]:
-    if not continued.told_new:
+    if not continued.new_switch_messages:
         return new
     roles = ("system", "user")
     is_text = [role_of(message) in roles and isinstance(message.get("content"), str) for message in new]
@@ -132,21 +132,25 @@ class IncrementalEncoder:
         tools: bool,
         last_id: int | None,
         now: datetime | None = None,
-        told: Told = (),
+        switch_messages: SwitchMessages = (),
     ) -> list[int]:
         """Return the token ids to append to the sampled tokens of ``last`` so that the policy answers ``new``.
 
         ``system``/``tools``: whether the conversation starts with a system message, and has tools. ``last_id``: the
         last sampled token; if it ends a turn, that token is not repeated. ``now`` must be the conversation's own time.
-        ``told``: what `told` returns for the messages before ``last``.
+        ``switch_messages``: what `switch_messages` returns for the messages before ``last``.
         Raises `UnprovenError`, and `TemplateRefusedError` if the template does not accept the new messages.
         """
         roles = tuple((role_of(message), min(len(calls_of(message)), 2)) for message in new)
         prefill = bool(new) and continues_answer(new)
         media = any(True for message in new for _ in media_parts(message.get("content")))
         plain = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill, media)
-        told = told if any(text for _, text, _ in told) else ()
-        continued = replace(plain, told=told, told_new=tuple(one for one in self.told(new) if one[1]))
+        switch_messages = switch_messages if any(text for _, text, _ in switch_messages) else ()
+        continued = replace(
+            plain,
+            switch_messages=switch_messages,
+            new_switch_messages=tuple(one for one in self.switch_messages(new) if one[1]),
+        )
         # The plain one too: only its texts are marker words, which show whether the template moves them.
         for one, messages in {plain: _without_switches(new, continued), continued: new}.items():
             if (why := self._why_unproven(last, messages, one, now)) is not None:
@@ -159,16 +163,16 @@ class IncrementalEncoder:
         # its place, even if it differs; if the next header's first token ends an answer, only that same token does.
         return ids[1:] if self._policy.turn_end is not None or ids[0] == last_id else ids
 
-    def told(self, messages: Sequence[Message], before: Told = ()) -> Told:
+    def switch_messages(self, messages: Sequence[Message], before: SwitchMessages = ()) -> SwitchMessages:
         """Return ``before``, and the switches in the texts of ``messages`` after it."""
-        told = [*before]
+        found = [*before]
         for message in messages if self.switches else ():
             if (role := role_of(message)) in ("system", "user"):
                 text = self._reduced(text_of(content := message.get("content")))
                 one = role, text, bool(text) and any(True for _ in media_parts(content))
-                if one not in told[-1:] and (text or role == "user" or not told):
-                    told.append(one)
-        return tuple(told)
+                if one not in found[-1:] and (text or role == "user" or not found):
+                    found.append(one)
+        return tuple(found)
 
     def _reduced(self, text: str) -> str:
         """Return the switches in a text, with marker words for the text between them; ``""`` if there are none."""
@@ -183,20 +187,22 @@ class IncrementalEncoder:
     @cached_property
     def _kept_whole(self) -> frozenset[str]:
         """The switches, and texts that contain one but may not be one to the template: ``</think>`` for ``/think``."""
-        words = self._policy.template.compared
-        return self.switches | {word for word in words if any(one.lower() in word.lower() for one in self.switches)}
+        compared = self._policy.template.compared
+        return self.switches | {word for word in compared if any(one.lower() in word.lower() for one in self.switches)}
 
     @cached_property
     def switches(self) -> frozenset[str]:
         """The texts that change what the template writes after the next answer if an earlier message has them."""
-        plain, words = self._user, self._policy.template.compared
+        plain, compared = self._user, self._policy.template.compared
 
         def found(beside: str) -> set[str]:
             # The later of two switches may win, so each is tried before and behind the other.
             without = self._outcomes(beside, plain), self._outcomes(plain, beside)
-            return {word for word in words if (self._outcomes(beside, word), self._outcomes(word, beside)) != without}
+            return {
+                word for word in compared if (self._outcomes(beside, word), self._outcomes(word, beside)) != without
+            }
 
-        alone = found(plain) if words else set()
+        alone = found(plain) if compared else set()
         return frozenset(alone.union(*map(found, alone)))
 
     def _outcomes(self, first: str, second: str) -> list[str]:
@@ -204,18 +210,20 @@ class IncrementalEncoder:
         answer, user = {"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}
         called = {**answer, "tool_calls": [_CALL]}
         system, both = ("system", first, False), f"{first} {second}"
-        places: tuple[Told, ...] = (
+        places: tuple[SwitchMessages, ...] = (
             (system, ("user", second, False)),
             (("user", first, False), ("user", second, False)),
             (("system", both, False),),
             (("user", both, False),),
         )
         outcomes = []
-        for told in places:
+        for place in places:
             for last, new, tools in ((answer, user, False), (called, _RESULT, True)):
                 roles = ((new["role"], 0),)
-                leading = told[0][0] == "system"
-                continued = _Shape(leading, tools, int(tools), roles, prefill=False, media=False, told=told)
+                leading = place[0][0] == "system"
+                continued = _Shape(
+                    leading, tools, int(tools), roles, prefill=False, media=False, switch_messages=place
+                )
                 try:
                     outcomes.append(self._text(last, [new], continued, 0, None)[1])
                 except (UnprovenError, TemplateRefusedError) as error:
@@ -282,8 +290,8 @@ class IncrementalEncoder:
         return policy.template.render(marked, tools=tools, add_generation_prompt=ask, now=now)
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
-        told = list(continued.told)
-        system = (told.pop(0)[1] if continued.system and told else "") or self._system
+        found = list(continued.switch_messages)
+        system = (found.pop(0)[1] if continued.system and found else "") or self._system
         start: list[Message] = [{"role": "system", "content": system}] if continued.system else []
         # Some templates number images, so the history has one per message.
         images = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
@@ -299,9 +307,9 @@ class IncrementalEncoder:
                 {"role": "assistant", "content": f"earlier {turn}"},
             )
         ]
-        if not told or told[-1][0] != "user":
-            told.append(("user", "", False))
-        *before, (_, text, media) = told
+        if not found or found[-1][0] != "user":
+            found.append(("user", "", False))
+        *before, (_, text, media) = found
         for role, words, shown in before:
             earlier.append({"role": role, "content": self._content(words, shown)})
             if role == "user":
@@ -442,7 +450,7 @@ class TokenForest:
         self._reader = HistoryReader()
         self._turns: list[Turn] = []
         self._by_key: dict[bytes, list[Turn]] = {}
-        self._told: dict[bytes, Told] = {}
+        self._switch_messages: dict[bytes, SwitchMessages] = {}
         """By the key of a conversation that was continued."""
         self._own_ids: dict[str, str] = {}
         """By the id that the harness was given: the id that the policy wrote into its call."""
@@ -486,8 +494,8 @@ class TokenForest:
             else:
                 return context
         yield True
-        told = [self._with_own_ids(message) for message in messages] if self._own_ids else messages
-        ids = array("i", self._encoder.full(told, tools=tools, now=self.now))
+        own = [self._with_own_ids(message) for message in messages] if self._own_ids else messages
+        ids = array("i", self._encoder.full(own, tools=tools, now=self.now))
         if parent is not None and reason is SplitReason.TEMPLATE and ids[: parent.end] == parent.tokens[: parent.end]:
             # Not proven in general, but here the template's tokens equal the sampled ones.
             return Prepared(parent, ids[parent.end :], reading, shared, None, None)
@@ -594,7 +602,7 @@ class TokenForest:
                 tools=parent.has_tools,
                 last_id=last_id,
                 now=self.now,
-                told=self._told_before(reading, shared),
+                switch_messages=self._switch_messages_before(reading, shared),
             )
         except TemplateRefusedError as error:
             return SplitReason.TEMPLATE, error.message
@@ -602,14 +610,14 @@ class TokenForest:
             return SplitReason.TEMPLATE, str(error)
         return Prepared(parent, array("i", ids), reading, shared, None, None)
 
-    def _told_before(self, reading: Reading, shared: int) -> Told:
+    def _switch_messages_before(self, reading: Reading, shared: int) -> SwitchMessages:
         if not self._encoder.switches:
             return ()
-        known = next((at for at in range(shared, 0, -1) if reading.keys[at] in self._told), 0)
+        known = next((at for at in range(shared, 0, -1) if reading.keys[at] in self._switch_messages), 0)
         new = reading.messages[reading.start_of(known) : reading.start_of(shared)]
-        told = self._encoder.told(new, self._told.get(reading.keys[known], ()))
-        self._told[reading.keys[shared]] = told
-        return told
+        found = self._encoder.switch_messages(new, self._switch_messages.get(reading.keys[known], ()))
+        self._switch_messages[reading.keys[shared]] = found
+        return found
 
     def _reason(self, prepared: Prepared) -> SplitReason | None:
         """Return the split reason. Called at the commit, so that turns committed since `prepare` count as well."""

@@ -214,8 +214,10 @@ def test_continuation_is_unproven_when_a_new_switch_changes_earlier_answers(tmp_
     with pytest.raises(UnprovenError, match="anew"):
         encoder.continuation(said("yes"), [user("next /quick")], **given)
     assert encoder.continuation(said("yes"), [user("next")], **given)
-    told = encoder.told([user("first /quick")])
-    assert used.decode(encoder.continuation(said("yes"), [user("next")], **given, told=told)).endswith("[quick]")
+    found = encoder.switch_messages([user("first /quick")])
+    assert used.decode(encoder.continuation(said("yes"), [user("next")], **given, switch_messages=found)).endswith(
+        "[quick]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,9 @@ def test_word_that_a_template_takes_for_no_switch_is_none_in_a_continuation(text
     encoder = IncrementalEncoder(used)
     first, answer, new = user(text), said("yes"), user("next")
     given: dict[str, Any] = {"system": False, "tools": False, "last_id": None, "now": NOW}
-    continued = used.decode(encoder.continuation(answer, [new], **given, told=encoder.told([first])))
+    continued = used.decode(
+        encoder.continuation(answer, [new], **given, switch_messages=encoder.switch_messages([first]))
+    )
     assert used.render([first, answer, new], tools=None, now=NOW).endswith(continued)
 
 

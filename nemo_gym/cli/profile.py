@@ -97,7 +97,7 @@ def aggregate(argv: Sequence[str]) -> int:
     require_another_file("output", merged or metrics, paths)
     is_of_a_run = output is not None and of_rows and RunFiles(output).materialized_inputs.exists()
     if is_of_a_run or (merged and merged.exists() and not metrics.exists()):
-        raise ConfigError(f"output: '{output}' is not of this command; choose another file", key="output")
+        raise ConfigError(f"output: '{output}' was not written by this command; choose another file", key="output")
     files = _files(paths)
     reports = _reports(files)
     if merged is not None:

@@ -53,7 +53,7 @@ def view(argv: Sequence[str]) -> int:
     token_file = None if arguments.token_file is None else Path(arguments.token_file)
     services = [WatchedService(each, token_file) for each in arguments.paths if "://" in each]
     if token_file is not None and not services:
-        raise ConfigError("--token-file: is the token of a service; name its URL, too", key="--token-file")
+        raise ConfigError("--token-file: holds a service's token; name the service's URL, too", key="--token-file")
     paths = [Path(each) for each in arguments.paths or ["results"] if "://" not in each]
     runs = Runs(paths, Prices.read(Path(arguments.prices)) if arguments.prices else None, services)
     docs = SITE if arguments.docs is None else Path(arguments.docs)

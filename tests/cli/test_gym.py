@@ -421,16 +421,16 @@ def test_results_are_aggregated_as_nemo_gym_words_it(words: list[str], merges: b
 def test_rows_are_merged_into_no_file_of_somebody_else(tmp_path: Path) -> None:
     one, kept = results(tmp_path / "one.jsonl", 1.0), results(tmp_path / "kept.jsonl", 0.0)
     before = kept.read_bytes()
-    with pytest.raises(ConfigError, match="is not of this command"):
+    with pytest.raises(ConfigError, match="was not written by this command"):
         aggregate([str(one), "--output", str(kept)])
     (tmp_path / "kept_aggregate_metrics.json").write_text("[]")
     (tmp_path / "kept_materialized_inputs.jsonl").write_text("")
     for words in ([], ["+merge_shards=false"]):
-        with pytest.raises(ConfigError, match="is not of this command"):
+        with pytest.raises(ConfigError, match="was not written by this command"):
             aggregate([str(one), "--output", str(kept), *words])
     assert kept.read_bytes() == before
     kept.unlink()  # a run that has no result yet
-    with pytest.raises(ConfigError, match="is not of this command"):
+    with pytest.raises(ConfigError, match="was not written by this command"):
         aggregate([str(one), "--output", str(kept)])
 
 

@@ -81,7 +81,7 @@ async def write_files(init_fd: int, files: Mapping[str, str], directory: str | N
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(name, flags, 0o666), "wb") as file:  # noqa: PTH123
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise OSError(errno.EEXIST, "there is something else than a regular file", name)
+                    raise OSError(errno.EEXIST, "a regular file was expected here", name)
                 file.write(text.encode("utf-8", "surrogateescape"))
 
     return await processes.run(job, keep=[init_fd])

@@ -251,23 +251,24 @@ class RolloutSampler:
             async for record in self._store.iterate(self._jobs_of(group)):
                 if record.state.terminal:
                     group.ended.add(record.spec.sample_index)
-        await self._cancel_strays()
+        await self._cancel_dropped("not needed any more")  # by a process that ended before it could cancel them
         if state is not None and not has_records:
             self._look_ahead.learn_outcomes(state["outcomes"])
             for item in state["groups"]:
                 await self._add(self._as_new(orjson.dumps(item["row"])), item["agent"], rank=item["rank"])
 
-    async def _cancel_strays(self) -> None:
-        """Cancel jobs whose samples were dropped by a process that ended before it could cancel them."""
+    async def _cancel_dropped(self, reason: str) -> None:
+        """Cancel the unfinished jobs whose samples were dropped, all at once: a cancel waits until what its attempts
+        hold is released."""
         needed = {(group.serial, sample) for group in self._open.values() for sample in group.samples}
         unfinished = JobSelector(run_id=self._run_id, states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
-        strays = [
+        dropped = [
             record.job_id
             async for record in self._store.iterate(unfinished)
             if (record.spec.task_index, record.spec.sample_index) not in needed
         ]
-        if strays:
-            await self._dispatcher.cancel(JobSelector(job_ids=frozenset(strays)), "not needed any more")
+        if dropped:
+            await self._dispatcher.cancel(JobSelector(job_ids=frozenset(dropped)), reason)
 
     async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -413,11 +414,14 @@ class RolloutSampler:
                 await self._leave_out(record, reason)
             else:
                 await self._ledger.settle(record, GroupState.EFFECTIVE)
-        running = self._under_way()
+        running, dropped = self._under_way(), False
         for record in list(self._open.values()):
             first = await self._first_versions(record, running)
             if old := [sample for sample in record.samples if sample in first and self._is_old(first[sample])]:
                 await self._too_old(record, old)
+                dropped = True
+        if dropped:
+            await self._cancel_dropped("sampled with weights that are too old by now")
 
     def _under_way(self) -> dict[str, Carried]:
         """The running attempts, without attempts that failed, whose jobs wait for another attempt."""
@@ -449,7 +453,6 @@ class RolloutSampler:
         """Drop samples that are too old, or run them again. Return whether the group is gone or waits for samples."""
         again = self._config.when_stale == "rerun" and record.reruns < self._config.max_reruns
         whole = self._config.stale_unit == "group" or len(old) == len(record.samples)
-        stopped = record.samples if whole else old
         if whole:
             await self._leave_out(record, "too old")
             if again:
@@ -465,8 +468,6 @@ class RolloutSampler:
             await self._ledger.keep(record)
             if again:
                 await self._submit([record])
-        running = frozenset(rollout_id_of(self._run_id, record.serial, sample) for sample in stopped)
-        await self._dispatcher.cancel(JobSelector(job_ids=running), "sampled with weights that are too old by now")
         self._wake.set()
         return whole or again
 

@@ -258,6 +258,39 @@ def test_group_that_runs_longer_than_the_bound_is_stopped_and_dropped_or_run_aga
     simulate(work)
 
 
+def test_rollouts_that_are_too_old_are_stopped_all_at_once() -> None:
+    under_way: list[str] = []
+    most = 0
+
+    class Boxed(SimulatedStage):
+        """Each rollout holds a box, whose release takes a while."""
+
+        async def run(self, attempt: JobAttempt) -> bytes:
+            async def release() -> None:
+                nonlocal most
+                under_way.append(attempt.job.job_id)
+                most = max(most, len(under_way))
+                await asyncio.sleep(10)
+                under_way.remove(attempt.job.job_id)
+
+            attempt.closers["box"] = release
+            return await super().run(attempt)
+
+    async def work(directory: Path) -> None:
+        rows = [task(f"t{number}", seconds=(500, 500)) for number in range(4)]
+        plain = SimulatedStages.of(8)
+        stages = replace(plain, run=Boxed(StageName.RUN, 8, plain.run._seconds))
+        options: dict[str, Any] = {"samples_per_group": 2, "epochs": 1, "max_weights_lag": 0}
+        async with simulated_sampler(directory, rows, stages, **options) as sampler:
+            waiting = asyncio.create_task(sampler.next_batch(4))
+            await asyncio.sleep(5)
+            await sampler.set_weights_version(1)
+            assert (most, under_way) == (8, [])  # a trainer would wait for every group in turn
+            assert (await waiting).left_out == {"too old": 4}
+
+    simulate(work)
+
+
 def test_group_whose_failed_samples_wait_to_begin_anew_is_not_too_old() -> None:
     async def work(directory: Path) -> None:
         options: dict[str, Any] = {"samples_per_group": 2, "epochs": 1, "max_weights_lag": 0}

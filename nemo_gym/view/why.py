@@ -159,7 +159,7 @@ CAUSES = {
             "cancelled",
             "Cancelled",
             "The rollout was cancelled by its caller, before it had a verdict.",
-            "Nothing is wrong. The same command with retry_failed=true runs it.",
+            "Nothing is wrong. A job of a service runs after all if it is submitted under another job_id.",
         ),
         Cause(
             "stopped",
@@ -173,6 +173,13 @@ CAUSES = {
             "A stage did not end within its deadline.",
             "Raise the stage's limit (init_timeout_s, run_timeout_s, eval_timeout_s), or lower 'concurrency'.",
             ("deadline", "timed out"),
+        ),
+        Cause(
+            "job_deadline",
+            "The job's own deadline passed",
+            "The job had no verdict when its deadline_s had passed, which counts from its submission on, with queues.",
+            "Submit it under another job_id with a longer deadline_s or a higher priority, or give the service more"
+            " servers or a higher 'concurrency'.",
         ),
         Cause(
             "control_failed",
@@ -296,6 +303,8 @@ def cause_of(
         return CAUSES["out_of_memory"]
     if outcome in (FailureKind.SANDBOX_FAILED, FailureKind.SEED_FAILED) and _IMAGE.search(reason):
         return CAUSES["image_missing"]
+    if outcome == FailureKind.DEADLINE and reason.startswith("the job's deadline has passed"):
+        return CAUSES["job_deadline"]
     if outcome == FailureKind.DEADLINE and stage == "eval":
         return CAUSES["grader_timeout"]
     if outcome in (FailureKind.CONTROL_RUN_FAILED, FailureKind.VERIFIER_FAILED) and _TIME.search(reason):

@@ -39,6 +39,8 @@ SAID: list[tuple[str, str, str, str]] = [
     ("grader_timeout", "deadline", "not done within 3600 s", "eval"),
     ("control_failed", "control_run_failed", "2 of 4 tests fail with the gold patch", "eval"),
     ("deadline", "deadline", "not done within 3600 s", "run"),
+    ("job_deadline", "deadline", "the job's deadline has passed (60 s from its submission)", "run"),
+    ("job_deadline", "deadline", "the job's deadline has passed (60 s from its submission)", "eval"),
     ("mcp_down", "mcp_failed", "MCP server 'weather' served none of 3 requests", "run"),
     ("lost_box", "sandbox_lost", "box-1 is gone", "run"),
     ("lost_box", "exec_lost", "the connection to the box was lost", "eval"),

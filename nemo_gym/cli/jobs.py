@@ -75,6 +75,8 @@ def _check_values(values: dict[str, Any]) -> None:
         path = Path(str(values["output"]))
         if path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"output '{path}' must be a file in a directory that exists", key="output")
+        if "input" in values and path.resolve() == Path(str(values["input"])).resolve():
+            raise ConfigError(f"output '{path}' is the input itself: choose another 'output'", key="output")
 
 
 async def _run(name: str, values: dict[str, Any], arguments: argparse.Namespace) -> int:

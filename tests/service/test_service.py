@@ -340,6 +340,19 @@ async def test_command_about_a_run_that_the_service_does_not_know_names_the_near
         assert code == 2 and "no jobs of run 'frist' (did you mean 'first'?); there are: first" in said
 
 
+async def test_results_are_not_written_over_the_rows_that_were_submitted(
+    make_chain: MakeChain, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(lines := orjson.dumps(job(0)["row"]) + b"\n")
+    async with serving(make_chain()) as served:
+        where = [f"url={served.url}", f"token={TOKENS[ServiceRole.OPERATE][0]}"]
+        code, said = await jobs_command("submit", f"input={rows}", f"output={tmp_path}/./rows.jsonl", *where)
+        assert code == 2 and "is the input itself" in said
+        assert not any((await served.client.status())["jobs"].values())
+    assert rows.read_bytes() == lines
+
+
 async def jobs_command(*words: str) -> tuple[int | None, str]:
     """Run ng_jobs; return its exit code and errors."""
     start = [sys.executable, "-c", "from nemo_gym.cli.jobs import main; main()"]

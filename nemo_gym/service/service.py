@@ -38,7 +38,9 @@ POLL_S = 1.0
 """How often a shared store is polled, because nothing announces changes by other processes."""
 LOOK_AGAIN_AT_MOST_S = 60.0
 """The longest pause between checks of an agent that is not ready."""
-FEED_PAGE = 64
+FEED_PAGE = 4
+"""How many results a stream reads at once. A slow client keeps them in memory, and one that went away keeps them until
+the garbage collector comes; each may have many megabytes."""
 MIN_COUNT_S = 0.5
 """How many seconds, at least, the counts of runs are reused before they are counted again."""
 RATE_WINDOW_S = 300.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import re
 import socket
@@ -20,6 +21,7 @@ from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.contract.credentials import RoleError
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.requests import ValueCounter
+from nemo_gym.rollouts.interfaces import JobRecord
 from nemo_gym.service.client import AsyncRolloutClient, RolloutClient, ServiceError, _batches
 from nemo_gym.service.routes import ServiceRole, ServiceTokens, host
 from nemo_gym.service.service import write_address
@@ -393,6 +395,22 @@ async def test_what_is_named_wins_over_the_environment(tmp_path: Path, monkeypat
     assert code == 2 and "no stack 'A' runs" in said
     code, said = await jobs_command("cancel", "run=first", "run_id=A", "url=http://given:1")
     assert code == 2 and "run_id has no effect beside url" in said
+
+
+async def test_client_that_does_not_read_keeps_few_results_in_memory(make_chain: MakeChain) -> None:
+    def kept() -> int:
+        return sum(isinstance(each, JobRecord) for each in gc.get_objects())
+
+    async with serving(make_chain()) as served:
+        large = [job(n, row={**job(n)["row"], "picture": f"{n}" * 1_000_000}) for n in range(12)]
+        assert (await served.client.submit(large)).accepted == 12
+        await served.client.wait()
+        gc.collect()
+        headers = {"Authorization": f"Bearer {TOKENS[ServiceRole.READ][0]}"}
+        async with aiohttp.ClientSession() as http, http.get(f"{served.url}/v1/results", headers=headers) as stream:
+            assert await stream.content.read(1)
+            await served.wait(lambda: kept() > 0, "the results of a page")
+            assert kept() <= 8  # of a page, and of the next one
 
 
 async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(make_chain: MakeChain) -> None:

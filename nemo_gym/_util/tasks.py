@@ -1,7 +1,7 @@
-"""Tasks: work that finishes although its caller is cancelled (`finish`), tasks in the background (`BackgroundTasks`),
-an event loop on a thread of its own (`LoopThread`), retries of failed operations (`Backoff`): growing pauses,
-``Retry-After`` headers, and when to give up; deadlines that stand still (`paused`); and work that a signal or a
-failure ends (`on_stop_signal`, `until_signal`, `until_failure`).
+"""Tasks: work that finishes although its caller is cancelled (`finish`), work that cannot end the program
+(`without_exit`), tasks in the background (`BackgroundTasks`), an event loop on a thread of its own (`LoopThread`),
+retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up; deadlines that
+stand still (`paused`); and work that a signal or a failure ends (`on_stop_signal`, `until_signal`, `until_failure`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
     if not task.done():
         raise TimeoutError
     return task.result()
+
+
+async def without_exit(work: Awaitable[T]) -> T:
+    """Await ``work``; a `SystemExit` out of it becomes a `RuntimeError`. A task that raised it would end its event
+    loop, and with it the work of all others."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) was called in a server") from error
 
 
 @contextlib.contextmanager

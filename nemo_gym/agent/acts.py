@@ -27,7 +27,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym._util.suggest import validation_problems
-from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s, without_exit
 from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER, Role, RoleError
 from nemo_gym.contract.errors import ContractError, FencedError, InvalidBodyError, ModelError
 from nemo_gym.contract.session import (
@@ -86,7 +86,7 @@ class ActRegistry:
             await end(older.task)
             self._admit(key, rollout)
         with rollout_context(rollout.rollout_id):
-            task: asyncio.Task[T] = asyncio.create_task(work())
+            task: asyncio.Task[T] = asyncio.create_task(without_exit(work()))
         act = self._acts[key] = _Act(rollout.attempt, task)
         try:
             return await while_connected(request, task)

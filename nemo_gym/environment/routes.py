@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from nemo_gym._util.suggest import validation_problems
+from nemo_gym._util.tasks import without_exit
 from nemo_gym.config_types import AggregateMetricsRequest
 from nemo_gym.contract.credentials import (
     CONTROL_TOKEN_HEADER,
@@ -360,7 +361,7 @@ class EnvironmentRoutes:
         key = (kind, digest, f"{rollout.run_id}/{rollout.rollout_id}", rollout.attempt)
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.ensure_future(work())
+            task = self._running[key] = asyncio.ensure_future(without_exit(work()))
             task.add_done_callback(lambda done: self._finished(key, done))
         try:
             result: T = await asyncio.shield(task)

@@ -117,10 +117,10 @@ class UnknownErrorMiddleware:
 
         try:
             await self.app(scope, receive, send_watched)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if started or scope["type"] != "http":
                 raise
-            # The boundary of plugin code, which may raise anything.
+            # The boundary of plugin code, which may raise anything. A `SystemExit` would end the server.
             await unexpected(scope, error)(scope, receive, send)
 
 

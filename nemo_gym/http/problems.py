@@ -108,7 +108,7 @@ def _error_class(http_status: int) -> type[NemoGymError]:
     return type("HttpError", (NemoGymError,), {"status": http_status, "code": f"http_{http_status}"})
 
 
-def unexpected(scope: Scope, error: Exception) -> Response:
+def unexpected(scope: Scope, error: BaseException) -> Response:
     """Log an unexpected error with its traceback, and return the response to its request. Call it while ``error`` is
     being handled."""
     log.exception("route failed", route=scope["path"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,27 @@ async def test_agent_in_nemo_gyms_style_that_returns_no_response_has_failed(coun
     problem = await answer.json()
     assert (answer.status, problem["code"]) == (502, "agent")
     assert "responses() of 'agent' returned no Responses object" in problem["detail"]
+
+
+class LeavingAgent(WaitingAgent):
+    """Ends the program at once if it has nothing to wait for, as the main function of a command does."""
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        await super().act(request)
+        sys.exit(1)
+
+
+async def test_agent_that_ends_the_program_fails_its_own_act_alone(stack: Stack) -> None:
+    stack.add("agent", LeavingAgent, Role.AGENT, ("counter",), resources_server=REFS["resources_server"])
+    waiting = asyncio.create_task(stack.client().post("agent", "/act", json=act_body()))
+    await until(lambda: agent_of(stack).started)
+    other = act_body(prompt="at once")
+    other["descriptor"]["rollout"]["rollout_id"] = "another"
+    answer = await stack.client().post("agent", "/act", json=other)
+    assert (answer.status, (await answer.json())["code"]) == (500, "internal")
+    assert not waiting.done()
+    waiting.cancel()
+    await until(lambda: len(agent_of(stack).cleaned) == 2)
 
 
 class AskingAgent(ToolAgent):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,30 @@ async def test_error_that_verify_raises_keeps_its_status_and_text(frank: Stack, 
 
     verdict = await frank_verdict(frank, verifies_with)
     assert verdict == (False, None, "verifier_failed", f"verify answered status 503: {told}")
+
+
+class LeavingEnvironment(FrankEnvironment):
+    """Its tool ends the program, as the main function of a command does."""
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/leave")(lambda: sys.exit(2))
+        return app
+
+
+async def test_plugin_that_ends_the_program_fails_its_own_request_alone(stack: Stack) -> None:
+    stack.add("frank", LeavingEnvironment, Role.ENVIRONMENT)
+    frank: Any = environment(stack, "frank")
+    body = {**ROW, "_ng_session": {"rollout": rollout().model_dump()}}
+    frank.seeds_with = frank.verifies_with = lambda *_: sys.exit(2)
+    status, problem = await call(stack, "frank", "/seed_session", body)
+    assert (status, problem["code"]) == (500, "internal")
+    frank.seeds_with = dict
+    status, problem = await verify(stack, "x", (await seed(stack, "frank"))["control_token"], "frank")
+    assert (status, problem["code"]) == (500, "internal")
+    status, problem = await call(stack, "frank", "/leave", {})
+    assert (status, problem["detail"]) == (500, "SystemExit in /leave; the server's log has the traceback")
+    assert (await frank_verdict(stack, lambda _: {"reward": 1.0}, phrase=ROW["phrase"]))[:2] == (True, 1.0)
 
 
 @pytest.mark.parametrize("status", [404, 422, 500, 503])

@@ -430,11 +430,18 @@ def explain_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
     }
 
 
+def _error_of(trace: Sequence[str]) -> str:
+    """The error at the end of a traceback, without the lines of its last frame. They are indented like those in which
+    pydantic gives an address for each field."""
+    frame = max((at for at, text in enumerate(trace) if text.startswith('  File "')), default=len(trace) - 2)
+    return " ".join(text.strip() for text in trace[frame + 1 :] if not text.startswith("    ")) or trace[-1]
+
+
 def _line(line: LogLine) -> dict[str, Any]:
     more = {key: value for key, value in line.more.items() if key != "exception"}
     trace = str(line.more.get("exception", "")).strip().splitlines()
     if trace:
-        more["exception"] = trace[-1]
+        more["exception"] = _error_of(trace)
     return {
         "at": f"{line.file.name}:{line.number}",
         "timestamp": line.timestamp,

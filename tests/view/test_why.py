@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from rich.text import Text
 
 from nemo_gym._util.terminal import one_line, shown
@@ -18,6 +23,8 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind
 from nemo_gym.rollouts.report import print_agents, print_table
 from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
+from nemo_gym.rollouts.store.schema import SCHEMA_VERSION
+from nemo_gym.rollouts.store.sql import LOGS_KEY
 from nemo_gym.view.rollout import MAX_TEXT_CHARS
 from nemo_gym.view.why import CAUSES, cause_of, explain
 from tests.view.results import failed, row, said, write
@@ -203,6 +210,46 @@ def test_command_prints_no_class_for_a_rollout_that_did_not_fail(
     output = write(tmp_path / "out.jsonl", row(1))
     assert why([str(output), "task-1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["classes"] == []
+
+
+class Reply(BaseModel):
+    answer: str
+    reward: float
+
+
+def lacks_a_field() -> None:
+    Reply.model_validate({"reward": 1.0})
+
+
+def compares() -> None:
+    raise AssertionError("these differ:\n  3\n  4")
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (lacks_a_field, "ValidationError: 1 validation error for Reply answer Field required [type=missing,"),
+        (compares, "exception=AssertionError: these differ: 3 4"),
+        (lambda: {}["x"], "exception=KeyError: 'x'"),
+    ],
+)
+def test_command_tells_what_an_error_in_a_log_says_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[[], Any], told: str
+) -> None:
+    with pytest.raises(Exception) as raised:
+        fails()
+    trace = "".join(traceback.format_exception(raised.value))
+    output = write(tmp_path / "out.jsonl", failed(0, kind="verifier_failed"))
+    (tmp_path / "logs").mkdir()
+    line = {"event": "verify failed", "level": "error", "rollout_id": "run.0-0", "exception": trace}
+    write(tmp_path / "logs" / "sums.log", line)
+    with closing(sqlite3.connect(tmp_path / "out_store.sqlite")) as store, store:
+        store.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        store.execute("CREATE TABLE run (info)")
+        store.execute("INSERT INTO run VALUES (?)", (json.dumps({LOGS_KEY: [str(tmp_path / "logs")]}),))
+    assert why([str(output)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert told in printed and "further information" not in printed, printed
 
 
 MOVES = "\x1b]0;title\x07\x1b[2J"

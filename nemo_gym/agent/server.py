@@ -343,7 +343,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             outcome, detail = at_wall_clock(known, f"stopped after {seconds:g} s of wall-clock time")
             nothing = response_object([], model=act_request.inference.model)
             return ActResponse(response=nothing, outcome=outcome, outcome_detail=detail)
-        response = plain(reply)
+        response = plain(reply, hook="responses")
         if not isinstance(response.get("output"), list):
             raise AgentError(
                 f"responses() of '{self.config.name}' returned no Responses object, which has a list 'output'; return"

@@ -122,7 +122,7 @@ async def verify_reply(
     """
     body = without(row, DECIDING_FIELDS - hook.declared)
     judged = {**body, RESPONSE_KEY: server.with_own_tool_names(response)}
-    reply = plain(await hook(request, judged), exclude={PARAMS_KEY, RESPONSE_KEY})
+    reply = plain(await hook(request, judged), exclude={PARAMS_KEY, RESPONSE_KEY}, hook="verify")
     # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
     return without(reply, {key for key, value in reply.items() if key in body and body[key] == value} - {"reward"})
 

@@ -452,7 +452,7 @@ class EnvironmentRoutes:
     async def _nemo_seed(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
         if self._seed_hook is None:
             return {key: row[key] for key in (RESOURCES_SESSION_KEY,) if key in row}
-        return plain(await self._seed_hook(request, row))
+        return plain(await self._seed_hook(request, row), hook="seed_session")
 
     async def close_session(self, request: Request) -> Response:
         """Close a session that a caller of NeMo Gym's session protocol seeded under its own id."""

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from nemo_gym._util.exact_json import loads_exactly
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.http.client import encode_as_text
+from nemo_gym.http.problems import InternalError
 from nemo_gym.http.requests import JsonResponse
 
 MAX_ERROR_CHARS = 300
@@ -147,10 +148,10 @@ def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
     return tuple(sorted(models, key=lambda model: model.model_config.get("extra") != "forbid"))
 
 
-def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """Convert a hook's result to plain data, without the keys in ``exclude``. Fields of a model have their aliases, as
-    in FastAPI's replies. A `Response` with the status of an error is no result: it is raised as the `HTTPException` of
-    that status."""
+def plain(result: Any, *, exclude: set[str] | None = None, hook: str = "a hook") -> dict[str, Any]:
+    """Convert the result of ``hook`` to plain data, without the keys in ``exclude``. Fields of a model have their
+    aliases, as in FastAPI's replies. A `Response` with the status of an error is no result: it is raised as the
+    `HTTPException` of that status."""
     if isinstance(result, BaseModel):
         try:
             fields = result.model_dump(mode="json", by_alias=True, exclude=exclude)
@@ -171,7 +172,7 @@ def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
     if result is None:
         return {}
     if not isinstance(result, dict):
-        raise TypeError(f"a hook returned {type(result).__name__}; it must return a model or a dict")
+        raise InternalError(f"{hook} returned {type(result).__name__}; it must return a model or a dict")
     return {key: value for key, value in result.items() if not exclude or key not in exclude}
 
 

@@ -350,6 +350,14 @@ class ForgetfulAgent(ToolAgent):
         return self.reply
 
 
+async def test_agent_in_nemo_gyms_style_is_told_what_it_returned(counter: Stack) -> None:
+    counter.add("agent", ForgetfulAgent, Role.AGENT, ("counter",), resources_server=REFS["resources_server"])
+    agent_of(counter).reply = "done"
+    answer = await counter.client().post("agent", "/act", json=act_body())
+    said = (await answer.json())["detail"]
+    assert (answer.status, said) == (500, "responses returned str; it must return a model or a dict")
+
+
 @pytest.mark.parametrize("reply", [None, {}, {"output": None}])
 async def test_agent_in_nemo_gyms_style_that_returns_no_response_has_failed(counter: Stack, reply: Any) -> None:
     counter.add("agent", ForgetfulAgent, Role.AGENT, ("counter",), resources_server=REFS["resources_server"])

@@ -304,6 +304,17 @@ async def test_error_that_verify_raises_keeps_its_status_and_text(frank: Stack, 
     assert verdict == (False, None, "verifier_failed", f"verify answered status 503: {told}")
 
 
+@pytest.mark.parametrize("answer", [1.0, True, [1.0], "yes", FrankReply])
+async def test_hook_that_returns_no_reply_is_named_with_what_it_returned(frank: Stack, answer: Any) -> None:
+    wrong = f"returned {type(answer).__name__}; it must return a model or a dict"
+    verdict = await frank_verdict(frank, lambda _: answer)
+    assert verdict == (False, None, "verifier_failed", f"verify {wrong}")
+    environment(frank, "frank").seeds_with = lambda: answer
+    body = {**ROW, "_ng_session": {"rollout": rollout(rollout_id="another").model_dump()}}
+    _, problem = await call(frank, "frank", "/seed_session", body)
+    assert problem["detail"] == f"seed_session {wrong}"
+
+
 class LeavingEnvironment(FrankEnvironment):
     """Its tool ends the program, as the main function of a command does."""
 

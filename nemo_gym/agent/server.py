@@ -155,6 +155,8 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
     ROLE: ClassVar[Role] = Role.AGENT
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE, Topology.ENV_SANDBOXED)
     """The topologies that this agent supports. A composition with another topology is refused before it starts."""
+    tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
+    """How this agent reaches a world from outside of it: ``mcp``, ``http`` (tool routes) or ``exec`` (in its box)."""
     needs_prompt: ClassVar[bool] = True
     """Whether the agent starts from the row's prompt; if so, rows without one are refused. ``False`` for an agent that
     gets its task elsewhere: from tools, or from a stepped environment."""

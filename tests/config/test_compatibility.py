@@ -80,6 +80,14 @@ def test_class_attribute_declares_what_an_environment_supports(root: Path) -> No
         composition(root, "topology=B")
 
 
+def test_agent_that_declares_no_access_is_not_paired_with_a_world_that_is_reached_by_commands(root: Path) -> None:
+    environment = "+mathy.resources_servers.mathy"
+    world = (f"{environment}.topologies=[env_sandboxed]", "topology=B", "error_on_unknown_keys=false")
+    assert composition(root, *world, f"{environment}.tool_access=[http]") is OUTSIDE
+    with pytest.raises(ConfigError, match="reached by exec, and agent 'solver' can only use mcp or http"):
+        composition(root, *world, f"{environment}.tool_access=[exec]")
+
+
 def test_block_declares_what_an_agent_serves(root: Path) -> None:
     with pytest.raises(
         ConfigError, match="agent 'solver' runs in whole_interaction, environment 'mathy' supports none"

@@ -207,6 +207,17 @@ def test_a_new_environment_is_short_composes_and_passes_its_tests(environment: t
     assert ("ReverifyMode.UNSUPPORTED" in (folder / "app.py").read_text()) == (kind == "step")
 
 
+def test_a_new_environment_with_a_box_refuses_agents_that_cannot_work_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    assert init_environment(["boxed", "--box", "--search-dir", str(tmp_path)]) == 0
+    assert init_agent(["asks_once", "--search-dir", str(tmp_path)]) == 0
+    for agent in ("simple_agent", "asks_once"):
+        with pytest.raises(ConfigError, match=f"'boxed' is reached by exec, and agent '{agent}' can only use mcp or"):
+            check_everything(compose([f"agent={agent}", "environment=boxed", "model=scripted", "sandbox=local"]))
+
+
 def test_a_new_environments_judge_answers_in_its_first_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
     assert init_environment(["judged_world", "--judge", "--search-dir", str(tmp_path)]) == 0

@@ -251,24 +251,23 @@ class RolloutSampler:
             async for record in self._store.iterate(self._jobs_of(group)):
                 if record.state.terminal:
                     group.ended.add(record.spec.sample_index)
-        await self._cancel_dropped("not needed any more")  # by a process that ended before it could cancel them
+        await self._cancel_strays()
         if state is not None and not has_records:
             self._look_ahead.learn_outcomes(state["outcomes"])
             for item in state["groups"]:
                 await self._add(self._as_new(orjson.dumps(item["row"])), item["agent"], rank=item["rank"])
 
-    async def _cancel_dropped(self, reason: str) -> None:
-        """Cancel the unfinished jobs whose samples were dropped, all at once: a cancel waits until what its attempts
-        hold is released."""
-        needed = {(group.serial, sample) for group in self._open.values() for sample in group.samples}
+    def _needed(self) -> frozenset[str]:
+        """The jobs of the open groups."""
+        return frozenset(job_id for group in self._open.values() for job_id in self._jobs_of(group).job_ids or ())
+
+    async def _cancel_strays(self) -> None:
+        """Cancel jobs whose samples were dropped by a process that ended before it could cancel them."""
+        needed = self._needed()
         unfinished = JobSelector(run_id=self._run_id, states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
-        dropped = [
-            record.job_id
-            async for record in self._store.iterate(unfinished)
-            if (record.spec.task_index, record.spec.sample_index) not in needed
-        ]
-        if dropped:
-            await self._dispatcher.cancel(JobSelector(job_ids=frozenset(dropped)), reason)
+        strays = [record.job_id async for record in self._store.iterate(unfinished) if record.job_id not in needed]
+        if strays:
+            await self._dispatcher.cancel(JobSelector(job_ids=frozenset(strays)), "not needed any more")
 
     async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -414,14 +413,14 @@ class RolloutSampler:
                 await self._leave_out(record, reason)
             else:
                 await self._ledger.settle(record, GroupState.EFFECTIVE)
-        running, dropped = self._under_way(), False
+        running, needed = self._under_way(), self._needed()
         for record in list(self._open.values()):
             first = await self._first_versions(record, running)
             if old := [sample for sample in record.samples if sample in first and self._is_old(first[sample])]:
                 await self._too_old(record, old)
-                dropped = True
-        if dropped:
-            await self._cancel_dropped("sampled with weights that are too old by now")
+        if dropped := needed - self._needed():
+            # All at once, because a cancel waits until what its attempts hold is released.
+            await self._dispatcher.cancel(JobSelector(job_ids=dropped), "sampled with weights that are too old by now")
 
     def _under_way(self) -> dict[str, Carried]:
         """The running attempts, without attempts that failed, whose jobs wait for another attempt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from campaigns.bench.sampling import sampled, simulated_sampler
 from campaigns.bench.workloads import SamplingWorkload, SimulatedStage, SimulatedStages, Timeless, simulate
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState, SameFailureError
+from nemo_gym.rollouts.interfaces import JobAttempt, JobRecord, JobSelector, JobState, SameFailureError
+from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling import Batch, MixedOutcomes, NoEffectiveGroupsError, ValidSamples
 from nemo_gym.sampling.ledger import GroupRecord, SamplerLedger
 from nemo_gym.sampling.loader import RowFile
@@ -258,8 +259,17 @@ def test_group_that_runs_longer_than_the_bound_is_stopped_and_dropped_or_run_aga
     simulate(work)
 
 
-def test_rollouts_that_are_too_old_are_stopped_all_at_once() -> None:
+def test_rollouts_that_are_too_old_are_stopped_all_at_once_without_reading_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     under_way: list[str] = []
+    reads: list[JobSelector] = []
+    iterate = SqlJobStore.iterate
+
+    def counted(store: SqlJobStore, selector: JobSelector) -> AsyncIterator[JobRecord]:
+        reads.append(selector)
+        return iterate(store, selector)
+
     most = 0
 
     class Boxed(SimulatedStage):
@@ -284,8 +294,10 @@ def test_rollouts_that_are_too_old_are_stopped_all_at_once() -> None:
         async with simulated_sampler(directory, rows, stages, **options) as sampler:
             waiting = asyncio.create_task(sampler.next_batch(4))
             await asyncio.sleep(5)
+            monkeypatch.setattr(SqlJobStore, "iterate", counted)
             await sampler.set_weights_version(1)
             assert (most, under_way) == (8, [])  # a trainer would wait for every group in turn
+            assert not reads  # rows with images take seconds, and memory
             assert (await waiting).left_out == {"too old": 4}
 
     simulate(work)

@@ -52,11 +52,11 @@ async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
     return task.result()
 
 
-async def without_exit(work: Awaitable[T]) -> T:
-    """Await ``work``; a `SystemExit` out of it becomes a `RuntimeError`. A task that raised it would end its event
+async def without_exit(work: Callable[[], Awaitable[T]]) -> T:
+    """Await ``work()``; a `SystemExit` out of it becomes a `RuntimeError`. A task that raised it would end its event
     loop, and with it the work of all others."""
     try:
-        return await work
+        return await work()
     except SystemExit as error:
         raise RuntimeError(f"sys.exit({error.code!r}) was called in a server") from error
 

@@ -86,7 +86,7 @@ class ActRegistry:
             await end(older.task)
             self._admit(key, rollout)
         with rollout_context(rollout.rollout_id):
-            task: asyncio.Task[T] = asyncio.create_task(without_exit(work()))
+            task: asyncio.Task[T] = asyncio.create_task(without_exit(work))
         act = self._acts[key] = _Act(rollout.attempt, task)
         try:
             return await while_connected(request, task)

@@ -361,7 +361,7 @@ class EnvironmentRoutes:
         key = (kind, digest, f"{rollout.run_id}/{rollout.rollout_id}", rollout.attempt)
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.ensure_future(without_exit(work()))
+            task = self._running[key] = asyncio.ensure_future(without_exit(work))
             task.add_done_callback(lambda done: self._finished(key, done))
         try:
             result: T = await asyncio.shield(task)

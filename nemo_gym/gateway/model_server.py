@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from nemo_gym._util.lazy import lazily
-from nemo_gym._util.tasks import retry_after_s
+from nemo_gym._util.tasks import retry_after_s, without_exit
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
@@ -339,7 +340,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         call = InferenceCall(dialect, body, session, request)
         try:
             # If the caller leaves, its work ends, here and at the endpoint.
-            reply = await while_connected(request, self._infer_in_time(call))
+            reply = await while_connected(request, without_exit(partial(self._infer_in_time, call)))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except aiohttp.ClientResponseError as error:

@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
 
-from nemo_gym._util.tasks import finish
+from nemo_gym._util.tasks import finish, without_exit
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
 from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional, plain_number
@@ -77,7 +78,7 @@ class HandlerStage:
         start = time.perf_counter()
         try:
             async with asyncio.timeout(max(left_s, 0.001)) as scope:
-                await self._work(job)
+                await without_exit(partial(self._work, job))
         except TimeoutError as error:
             if not scope.expired():
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -121,6 +122,20 @@ def test_error_of_a_stage_completes_the_job_with_it_and_with_no_reward(stage: st
     closed = [line for line in first if line.startswith("close")]
     assert len(closed) == (stage != "init"), "the runtime is closed once"
     assert first[-1] == f"release {result['job_id']}"
+
+
+def test_handler_that_ends_the_program_fails_its_own_job_alone() -> None:
+    class Leaving(Echo):
+        async def eval(self, *args: Any, **options: Any) -> dict[str, Any]:
+            sys.exit(2)  # as the main function of a grading script does
+
+    register_agent_handler(Leaving("leaving"))
+    registered()
+    with OpenHandsServer([LLM]) as server:
+        result = server.process({"data_source": "leaving"}, {}, timeout=LONG_S)
+        assert server.process(INSTANCE, {})["success"], "the server goes on"
+    assert (result["success"], result["reward"]) == (False, None)
+    assert result["error"] == "eval: RuntimeError: sys.exit(2) was called in a server"
 
 
 def test_data_source_without_a_handler_is_refused_at_submission() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,6 +28,8 @@ class BrokenModel(SimpleResponsesAPIModel):
     config: BaseResponsesAPIModelConfig
 
     async def infer(self, call: InferenceCall) -> Response:
+        if call.body.get("leaves"):
+            sys.exit("CANARY of a row")
         raise RuntimeError("CANARY of a row")
 
 
@@ -138,9 +141,11 @@ async def test_wrong_method_and_unknown_route_are_refused_in_the_dialect(
 async def test_unexpected_error_is_said_in_the_dialect_and_quotes_nothing(
     stack: Stack, http: aiohttp.ClientSession, path: str, kind: str
 ) -> None:
-    async with http.post(path, json={}, headers={"x-api-key": await token(stack)}) as reply:
-        assert (reply.status, check(path, await reply.json())) == (500, kind)
-        assert "CANARY" not in await reply.text()
+    headers = {"x-api-key": await token(stack)}
+    for body in ({}, {"leaves": True}):
+        async with http.post(path, json=body, headers=headers) as reply:
+            assert (reply.status, check(path, await reply.json())) == (500, kind)
+            assert "CANARY" not in await reply.text()
 
 
 @pytest.mark.parametrize("encodings", [["zstd"], ["identity, zstd"], ["identity", "zstd"]])

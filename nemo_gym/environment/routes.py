@@ -202,7 +202,7 @@ class Grader:
             log.warning("no verdict", rollout_id=rollout.rollout_id, status=error.status_code, error=said)
             reason = f"{hook} answered status {error.status_code}: {said}"
             return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ValidationError) and error.title in (Verdict.__name__, Finding.__name__):
                 log.warning("no verdict", rollout_id=rollout.rollout_id, error=str(error))
                 reason = f"{hook} made no {error.title}: {validation_problems(error, whole=error.title)}"

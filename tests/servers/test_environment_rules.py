@@ -328,15 +328,15 @@ async def test_plugin_that_ends_the_program_fails_its_own_request_alone(stack: S
     stack.add("frank", LeavingEnvironment, Role.ENVIRONMENT)
     frank: Any = environment(stack, "frank")
     body = {**ROW, "_ng_session": {"rollout": rollout().model_dump()}}
-    frank.seeds_with = frank.verifies_with = lambda *_: sys.exit(2)
+    frank.seeds_with = lambda: sys.exit(2)
     status, problem = await call(stack, "frank", "/seed_session", body)
     assert (status, problem["code"]) == (500, "internal")
     frank.seeds_with = dict
-    status, problem = await verify(stack, "x", (await seed(stack, "frank"))["control_token"], "frank")
-    assert (status, problem["code"]) == (500, "internal")
     status, problem = await call(stack, "frank", "/leave", {})
     assert (status, problem["detail"]) == (500, "SystemExit in /leave; the server's log has the traceback")
-    assert (await frank_verdict(stack, lambda _: {"reward": 1.0}, phrase=ROW["phrase"]))[:2] == (True, 1.0)
+    verdict = await frank_verdict(stack, lambda _: sys.exit(2))
+    reason = "verify raised SystemExit; the environment's log has the traceback"
+    assert verdict == (False, None, "verifier_failed", reason)
 
 
 @pytest.mark.parametrize("status", [404, 422, 500, 503])

@@ -430,11 +430,17 @@ def explain_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
     }
 
 
+_GROUP = re.compile(r"^ +(\| |\+ |\+-.*)")
+"""What Python draws around the errors of a group."""
+
+
 def _error_of(trace: Sequence[str]) -> str:
     """The error at the end of a traceback, without the lines of its last frame. They are indented like those in which
     pydantic gives an address for each field."""
+    trace = [_GROUP.sub("", text) for text in trace]
     frame = max((at for at, text in enumerate(trace) if text.startswith('  File "')), default=len(trace) - 2)
-    return " ".join(text.strip() for text in trace[frame + 1 :] if not text.startswith("    ")) or trace[-1]
+    lines = (text.strip() for text in trace[frame + 1 :] if not text.startswith("    "))
+    return " ".join(filter(None, lines)) or trace[-1]
 
 
 def _line(line: LogLine) -> dict[str, Any]:

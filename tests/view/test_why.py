@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import time
@@ -225,9 +226,18 @@ def compares() -> None:
     raise AssertionError("these differ:\n  3\n  4")
 
 
+def fails_in_a_group() -> None:
+    async def both() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(lacks_a_field))
+
+    asyncio.run(both())
+
+
 @pytest.mark.parametrize(
     ("fails", "told"),
     [
+        (fails_in_a_group, "exception=pydantic_core._pydantic_core.ValidationError: 1 validation error for Reply"),
         (lacks_a_field, "ValidationError: 1 validation error for Reply answer Field required [type=missing,"),
         (compares, "exception=AssertionError: these differ: 3 4"),
         (lambda: {}["x"], "exception=KeyError: 'x'"),

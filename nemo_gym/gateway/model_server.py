@@ -328,7 +328,8 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     async def _models_route(self, request: Request) -> Response:
         self._authorize(request)
-        return JsonResponse(models_reply(request.headers, [self.model_name()]))
+        listed = models_reply(request.headers, [self.model_name()])
+        return JsonResponse(listed["data"][0] if "model" in request.path_params else listed)
 
     async def _inference_route(self, request: Request) -> Response:
         session = self._authorize(request)

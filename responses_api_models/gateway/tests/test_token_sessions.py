@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import anthropic
+import openai
 import orjson
 import pytest
 
@@ -147,6 +149,17 @@ async def test_turns_after_a_restart_carry_the_version_that_the_trainer_set(gate
     await session.chat()
     (row,) = (await session.finalize(reward=1.0))["trajectories"]
     assert row["weights_versions"] == ["7"]
+
+
+async def test_one_model_by_name_is_a_model_to_both_clients(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    token, url = session.facts["inference_token"], session.facts["base_url"]
+    async with openai.AsyncOpenAI(api_key=token, base_url=url, max_retries=0) as client:
+        model = await client.models.retrieve("org/any")
+    assert (model.id, model.object) == ("policy-7b", "model")
+    async with anthropic.AsyncAnthropic(auth_token=token, base_url=url[: -len("/v1")], max_retries=0) as other:
+        info = await other.models.retrieve("any")
+    assert (info.id, info.type) == ("policy-7b", "model")
 
 
 async def test_token_of_another_session_is_refused_on_a_sessions_path(gateway: GatewayStack) -> None:

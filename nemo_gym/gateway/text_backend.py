@@ -202,7 +202,9 @@ class TextBackend:
         end = end_of(completion.finish_reason, message)
         details = call_details(request, sampled.context, sampled.reply.engine, sampled.seconds)
         turn = conversations.forest.commit(
-            prepared, Sampled((), None, str(end), weights.last or weights.first, details), message
+            prepared,
+            Sampled((), None, str(end), weights.last or weights.first, details, stop=completion.stop),
+            message,
         )
         start = prepared.reading.start_of(prepared.shared)
         turn_data: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}

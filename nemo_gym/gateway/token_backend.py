@@ -206,6 +206,7 @@ class TokenBackend:
                 generation.weights.last or generation.weights.first,
                 _details(sampled, request),
                 generation.ids_json,
+                stop,
             ),
             _with_own_ids(message, parsed),
         )

@@ -512,6 +512,10 @@ class TokenForest:
         if parent is not None and self._turns[parent.turn_id : parent.turn_id + 1] != [parent]:
             raise ModelError("the turn that this request continues could not be kept; ask again", retryable=True)
         key, digest = reading.answered(message)
+        stopped_key = None
+        if sampled.stop is not None and not calls_of(message):
+            stopped = {**message, "content": text_of(message.get("content")) + sampled.stop}
+            stopped_key, _ = reading.answered(stopped)
         new = reading.entries[prepared.shared :]
         entries = [entry.digest for entry in new if entry.digest is not None]
         if new and new[-1].role == "assistant":
@@ -538,6 +542,7 @@ class TokenForest:
             media=media,
             media_count=len(media) + (parent.media_count if parent is not None else 0),
             message_count=len(reading.messages) + 1,
+            stopped_key=stopped_key,
         )
         self.add(turn)
         return turn
@@ -547,14 +552,16 @@ class TokenForest:
         turn = self._turns.pop()
         assert turn.turn_id == turn_id
         # The latest turn is the last item of every list that it is in.
-        self._by_key[turn.key].pop()
+        for key in turn.keys:
+            self._by_key[key].pop()
         if turn.parent is not None:
             turn.parent.children.pop()
 
     def add(self, turn: Turn) -> None:
         """Add a turn, a new one or one from a journal; parents first."""
         self._turns.append(turn)
-        self._by_key.setdefault(turn.key, []).append(turn)
+        for key in turn.keys:
+            self._by_key.setdefault(key, []).append(turn)
         if turn.parent is not None:
             turn.parent.children.append(turn)
         for call in calls_of(turn.message):

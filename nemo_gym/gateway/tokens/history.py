@@ -201,6 +201,7 @@ class Prefix(Sequence[T], Generic[T]):
 # | arguments that are no JSON, or wrapped as ``{"arguments": text}`` | yes | the Messages dialect must wrap them |
 # | ids of tool calls and results | yes | renamed by harnesses; results belong to calls by order |
 # | order of the results of parallel calls | yes | each result goes to its call |
+# | the stop string that ended an answer, put back at its end | yes | the policy has written it |
 # | one answer sent as several assistant messages | yes | text and calls arrive as separate events |
 # | ``cache_control``, annotations, null fields | yes | never shown to the policy |
 # | ``developer`` for ``system``, ``function`` for ``tool`` | yes | two names |

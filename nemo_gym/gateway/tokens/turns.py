@@ -97,6 +97,8 @@ class Sampled:
     """Plain data for observers (engine, call id, seconds); copied to the turn of the trajectory."""
     ids_json: bytes | None = None
     """``ids`` as a JSON array without spaces, if available."""
+    stop: str | None = None
+    """The stop string that ended the answer, which is sampled but not delivered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +147,14 @@ class Turn:
     """The length of ``text`` up to ``context_end``."""
     text_end: int
     """The length of ``text`` up to ``end``."""
+    stopped_key: bytes | None = None
+    """``key`` for an answer with its stop string, which some harnesses put back."""
     children: list[Turn] = field(default_factory=list)
+
+    @property
+    def keys(self) -> set[bytes]:
+        """The keys of the conversations that a request may continue this answer by."""
+        return {self.key} if self.stopped_key is None else {self.key, self.stopped_key}
 
     @property
     def sampled_ids(self) -> array[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import anthropic
@@ -11,7 +12,7 @@ import orjson
 import pytest
 
 from nemo_gym.server_utils import request
-from nemo_gym_testing.gateway import Status
+from nemo_gym_testing.gateway import CallLog, Status
 from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack, until
 
 
@@ -82,6 +83,31 @@ async def test_restarted_gateway_goes_on_with_the_same_tokens(gateway: GatewaySt
     summary = await session.finalize()
     assert len(summary["trajectories"]) == 1
     assert sampled(summary["trajectories"][0]) == [t for call in gateway.engine.answered for t in call.token_ids]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_stop_string_that_a_harness_puts_back_keeps_the_conversation_one(
+    gateway: GatewayStack, restarted: bool
+) -> None:
+    sample, stop = gateway.engine.sample, "</search>"
+
+    def stopped(call: CallLog, prompt_ids: Sequence[int], max_tokens: int) -> str:
+        finish = sample(call, prompt_ids, max_tokens)
+        call.token_ids, call.logprobs = call.token_ids[:-1], call.logprobs[:-1]
+        call.stop_reason = stop
+        return finish
+
+    gateway.engine.sample = stopped  # type: ignore[method-assign]
+    gateway.teller.texts = [f"I look.\n<search>\nx {number}\n{stop}" for number in range(3)]
+    session = await gateway.open()
+    for number in range(3):
+        answer = await session.say("<information>1</information>", stop=[stop])
+        assert answer["content"] == f"I look.\n<search>\nx {number}\n"
+        answer["content"] += stop
+        if restarted:
+            await gateway.restart(port=int(session.facts["base_url"].split(":")[2].split("/")[0]))
+    (row,) = (await session.finalize())["trajectories"]
+    assert sampled(row) == [token for call in gateway.engine.calls for token in call.token_ids]
 
 
 async def test_idempotency_key_gets_the_first_answer_sampled_once(gateway: GatewayStack) -> None:

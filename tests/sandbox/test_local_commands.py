@@ -228,6 +228,25 @@ async def test_command_not_found_and_missing_directory_are_exit_codes(place: Loc
     )
 
 
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (ExecRequest("echo \ud83d"), "/bin/sh: 'utf-8' codec can't encode character '\\ud83d'"),
+        (ExecRequest("true", env={"PORT": 8080}), "/bin/sh: expected str, bytes or os.PathLike object, not int"),  # type: ignore[dict-item]
+        (ExecRequest("true", env={"A": "\0"}), "/bin/sh: embedded null byte"),
+        (ExecRequest("true", cwd="/tmp/\ud83d"), "cannot change to directory /tmp/\\ud83d: 'utf-8' codec"),
+    ],
+    ids=["surrogate", "number", "zero_byte", "directory"],
+)
+async def test_command_that_no_system_call_takes_says_why_it_did_not_start(
+    request_: ExecRequest, reason: str, place: LocalPlace
+) -> None:
+    handle = await place.create()
+    result = await place.provider.exec(handle, request_.command, cwd=request_.cwd, env=request_.env)
+    assert result.return_code == 126
+    assert (result.stderr or "").startswith(reason)
+
+
 async def test_refused_command_leaves_no_descriptor(place: LocalPlace) -> None:
     handle = await place.create()
     await place.run(handle, "true")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -349,7 +348,7 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
         _start(command, joins, report, status_fd)
     except (OSError, UserError):
         raise
-    except BaseException:  # noqa: BLE001 - such as a zero byte in a variable, which no system call takes
+    except BaseException:  # noqa: BLE001 - such as a group id of the box's files that is no number
         os._exit(1)  # without a traceback: standard error may be the command's already
 
 
@@ -401,18 +400,23 @@ def _become(account: Account) -> None:
 def _change_directory(cwd: str) -> None:
     try:
         os.chdir(cwd)
-    except OSError as error:
-        os.write(2, f"cannot change to directory {cwd}: {error.strerror}\n".encode("utf-8", "surrogateescape"))
-        os._exit(NOT_EXECUTABLE)
+    except (OSError, ValueError) as error:
+        _give_up(f"cannot change to directory {cwd}", error, NOT_EXECUTABLE)
 
 
 def _execute(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     try:
         os.execvpe(argv[0], list(argv), dict(env))
-    except OSError as error:
-        os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "surrogateescape"))
-        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-        os._exit(NOT_FOUND if missing else NOT_EXECUTABLE)
+    except (OSError, TypeError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        _give_up(argv[0], error, NOT_FOUND if missing else NOT_EXECUTABLE)
+
+
+def _give_up(what: str, error: Exception, exit_code: int) -> NoReturn:
+    """Exit as a shell does. Python itself refuses zero bytes, lone surrogates and numbers, with no `OSError`."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    os.write(2, f"{what}: {reason}\n".encode("utf-8", "backslashreplace"))
+    os._exit(exit_code)
 
 
 def _watch(status_fd: int) -> None:

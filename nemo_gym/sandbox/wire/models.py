@@ -245,6 +245,8 @@ class ExecSubmission(WireModel):
     def of(cls, request: ExecRequest) -> Self:
         """Build the submission of ``request``, without the bytes of its standard input."""
         values = fields_of(request) | {"stdin": "none" if request.stdin is None else "attached"}
+        if request.timeout_s is not None:  # of a caller's remaining time nothing may be left
+            values["timeout_s"] = max(request.timeout_s, 0.001)
         if not isinstance(request.command, str):
             values["argv"] = tuple(values.pop("command"))
         return cls(**values)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome
+from nemo_gym.sandbox.facade import AsyncSandbox
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import FailingBroker, StartBroker
@@ -192,6 +195,13 @@ async def test_timeout_and_truncation_are_told_by_the_end(api: Api) -> None:
     assert output.end["outcome"] == "timed_out"
     assert output.end["truncated"] == ["stdout"]
     assert len(output.stdout) == output.end["output_bytes"] == 1000
+
+
+async def test_command_whose_time_is_over_before_it_starts_times_out(broker: BrokerProcess) -> None:
+    async with AsyncSandbox(broker.remote(), SandboxSpec(ttl_s=120)) as box:
+        for timeout_s in (0.0, -3.5):
+            result = await box.exec("sleep 600", timeout_s=timeout_s)
+            assert result.outcome is ExecOutcome.TIMED_OUT
 
 
 async def test_running_command_is_lost_when_its_box_is_destroyed(api: Api) -> None:

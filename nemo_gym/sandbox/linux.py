@@ -15,10 +15,11 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 # -- System calls --------------------------------------------------------------------------------------------------
 
@@ -221,18 +222,36 @@ def listen_in_network_namespace(namespace: int | str, port: int) -> socket.socke
         OSError: no such process, no permission (CAP_SYS_ADMIN over the namespace is needed), or the port is taken.
     """
     path = f"/proc/{namespace}/ns/net" if isinstance(namespace, int) else namespace
+    return _in_network_namespace(path, lambda: listen_on_loopback(port))
 
-    def listen() -> socket.socket:
+
+def permit_low_ports(namespace: str) -> None:
+    """Let every process of a network namespace listen on ports below 1024, as the Docker Engine does. Has no effect
+    where ``/proc/sys`` is read-only.
+
+    Args:
+        namespace: the path of a namespace file.
+    """
+    setting = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    with contextlib.suppress(OSError):
+        _in_network_namespace(namespace, lambda: setting.write_text("0"))
+
+
+T = TypeVar("T")
+
+
+def _in_network_namespace(path: str, function: Callable[[], T]) -> T:
+    def work() -> T:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             setns(fd, CLONE_NEWNET)
         finally:
             os.close(fd)
-        return listen_on_loopback(port)
+        return function()
 
     # setns changes only the calling thread's namespace, so a thread of its own leaves all others where they are.
-    with ThreadPoolExecutor(1, thread_name_prefix="netns-listener") as thread:
-        return thread.submit(listen).result()
+    with ThreadPoolExecutor(1, thread_name_prefix="netns") as thread:
+        return thread.submit(work).result()
 
 
 @contextlib.contextmanager

@@ -40,6 +40,11 @@ async def test_box_has_only_loopback_and_cannot_reach_the_hosts(place: LocalPlac
         assert (await place.provider.exec(shared, ["python3", "-c", refused])).ok
 
 
+async def test_box_serves_on_ports_below_1024_without_a_capability(place: LocalPlace, box: SandboxHandle) -> None:
+    bind = "import socket; print(socket.create_server(('127.0.0.1', 80)).getsockname()[1])"
+    assert (await place.run(box, f'python3 -c "{bind}"')).strip() == "80"
+
+
 async def test_box_has_no_capabilities_and_cannot_gain_any(place: LocalPlace, box: SandboxHandle) -> None:
     status = await place.run(box, "cat /proc/self/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym._util.tasks import BackgroundTasks, finish
+from nemo_gym.sandbox import linux
 from nemo_gym.sandbox.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local import images
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
@@ -218,6 +219,8 @@ class Supervisor:
                 network_files=_network_files() if spec["open_network"] else {},
             )
             built = await self._builder(plan)
+            if not plan.open_network:
+                linux.permit_low_ports(f"/proc/self/fd/{built.network_fd}")
             box = Box(
                 box_id,
                 plan,

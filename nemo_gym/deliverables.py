@@ -1,4 +1,5 @@
-"""Tells the files that an agent made from those that its harness keeps in the same folder."""
+"""Tells the files that an agent made from those that its harness keeps in the same folder. The module's name is NeMo
+Gym's."""
 
 from __future__ import annotations
 

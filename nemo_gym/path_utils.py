@@ -1,4 +1,4 @@
-"""Returns the paths of a run's other files, given the path of its results."""
+"""Returns the paths of a run's other files, given the path of its results. The module's name is NeMo Gym's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Metrics over results: statistics of every numeric field, pass@k, majority votes.
 
-Samples without a valid verdict do not enter any mean; they are counted as ``invalid/count``.
+Samples without a valid verdict do not enter any mean; they are counted as ``invalid/count``. The module's
+name is NeMo Gym's.
 """
 
 from __future__ import annotations

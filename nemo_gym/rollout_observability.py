@@ -2,6 +2,7 @@
 
 This is for people and metrics; no reward is computed from it. Times are Unix seconds; durations are milliseconds
 unless the name has another unit; ``None`` means not observed, and an `ObservationGap` tells why.
+The module's name is NeMo Gym's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Skills for agents: folders with a ``SKILL.md``, copied to where a harness looks for them."""
+"""Skills for agents: folders with a ``SKILL.md``, copied to where a harness looks for them. The module's name is NeMo
+Gym's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A plugin's schema of its rows (``TaskData`` in its ``task_data.py``), and checks of rows against it."""
+"""A plugin's schema of its rows (``TaskData`` in its ``task_data.py``), and checks of rows against it. The module's
+name is NeMo Gym's."""
 
 from __future__ import annotations
 

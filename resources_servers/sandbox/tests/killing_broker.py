@@ -41,7 +41,14 @@ def boundary(name: str) -> None:
 
 
 def around_commits() -> None:
-    commit = RegistryWriter._commit
+    commit, call = RegistryWriter._commit, RegistryWriter.call
+
+    def called(self: RegistryWriter, operation: Any, *args: Any, **options: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_code.co_qualname.startswith("RegistryWriter.") and frame.f_back is not None:
+            frame = frame.f_back  # `run` and `rows` write for a method of a store, which awaits them
+        operation.__qualname__ = frame.f_code.co_qualname
+        return call(self, operation, *args, **options)
 
     def killing(self: RegistryWriter, batch: list[Any]) -> bool:
         name = "+".join(sorted({request.operation.__qualname__.split(".<locals>")[0] for request in batch}))
@@ -51,6 +58,7 @@ def around_commits() -> None:
         return done
 
     RegistryWriter._commit = killing  # type: ignore[method-assign]
+    RegistryWriter.call = called  # type: ignore[method-assign]
 
 
 def around_backend() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -12,7 +13,8 @@ import orjson
 import pytest
 
 from nemo_gym.server_utils import request
-from nemo_gym_testing.gateway import CallLog, Status
+from nemo_gym_testing.gateway import Status
+from nemo_gym_testing.gateway.sampler import Sampled
 from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack, until
 
 
@@ -89,15 +91,13 @@ async def test_restarted_gateway_goes_on_with_the_same_tokens(gateway: GatewaySt
 async def test_stop_string_that_a_harness_puts_back_keeps_the_conversation_one(
     gateway: GatewayStack, restarted: bool
 ) -> None:
-    sample, stop = gateway.engine.sample, "</search>"
+    sampler, stop = gateway.engine.sampler, "</search>"
 
-    def stopped(call: CallLog, prompt_ids: Sequence[int], max_tokens: int) -> str:
-        finish = sample(call, prompt_ids, max_tokens)
-        call.token_ids, call.logprobs = call.token_ids[:-1], call.logprobs[:-1]
-        call.stop_reason = stop
-        return finish
+    def stopped(prompt_ids: Sequence[int], max_tokens: int, call: int) -> Sampled:
+        whole = sampler(prompt_ids, max_tokens, call)
+        return replace(whole, token_ids=whole.token_ids[:-1], logprobs=whole.logprobs[:-1], stop_reason=stop)
 
-    gateway.engine.sample = stopped  # type: ignore[method-assign]
+    gateway.engine.sampler = stopped
     gateway.teller.texts = [f"I look.\n<search>\nx {number}\n{stop}" for number in range(3)]
     session = await gateway.open()
     for number in range(3):

@@ -95,6 +95,7 @@ class FakeEngine:
             count, finish = call.fault.after_tokens, "abort"
         call.token_ids, call.logprobs = sampled.token_ids[:count], sampled.logprobs[:count]
         call.finish_reason = finish
+        call.stop_reason = sampled.stop_reason if finish == "stop" else None
         return finish
 
     async def start(self) -> None:

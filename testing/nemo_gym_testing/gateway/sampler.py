@@ -12,11 +12,13 @@ END_ID = 2
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One answer: ids, the logprob of each, and whether the end token came before the budget ran out."""
+    """One answer: ids, the logprob of each, and whether it ended before the budget ran out: by the end token, or by
+    the stop string ``stop_reason``, which its tokens include."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stopped: bool
+    stop_reason: str | None = None
 
 
 Sampler = Callable[[Sequence[int], int, int], Sampled]

@@ -434,6 +434,8 @@ class StageError(Exception):
         self.failure = failure
 
 
+JOB_OVERDUE = "the job's deadline has passed"
+"""How the reason of a `FailureKind.DEADLINE` begins if it is the job's own deadline, not a stage's."""
 _REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
 _SETTING_REFUSED = re.compile(
     r"refused (its|the) API key|engine_credential|invalid_api_key|has no such model or route"

@@ -31,7 +31,7 @@ from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import FencedError
-from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.contract.verdict import JOB_OVERDUE, FailureKind, StageFailure, StageName
 from nemo_gym.http import telemetry
 from nemo_gym.http.observability import start_traces
 from nemo_gym.http.peers import REFUSED
@@ -418,8 +418,7 @@ SWEPT_AT_ONCE = 256
 
 
 def _overdue(job: Job) -> Stop:
-    reason = f"the job's deadline has passed ({job.spec.deadline_s:g} s from its submission)"
-    return Stop(FailureKind.DEADLINE, reason)
+    return Stop(FailureKind.DEADLINE, f"{JOB_OVERDUE} ({job.spec.deadline_s:g} s from its submission)")
 
 
 def _stopped_before(job: Job) -> Stop | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.contract.session import AgentOutcome
-from nemo_gym.contract.verdict import FailureKind, is_context_exceeded
+from nemo_gym.contract.verdict import JOB_OVERDUE, FailureKind, is_context_exceeded
 from nemo_gym.view import live
 from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.lines import list_of, mapping_of
@@ -303,7 +303,7 @@ def cause_of(
         return CAUSES["out_of_memory"]
     if outcome in (FailureKind.SANDBOX_FAILED, FailureKind.SEED_FAILED) and _IMAGE.search(reason):
         return CAUSES["image_missing"]
-    if outcome == FailureKind.DEADLINE and reason.startswith("the job's deadline has passed"):
+    if outcome == FailureKind.DEADLINE and reason.startswith(JOB_OVERDUE):
         return CAUSES["job_deadline"]
     if outcome == FailureKind.DEADLINE and stage == "eval":
         return CAUSES["grader_timeout"]

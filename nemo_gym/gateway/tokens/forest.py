@@ -290,8 +290,8 @@ class IncrementalEncoder:
         return policy.template.render(marked, tools=tools, add_generation_prompt=ask, now=now)
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
-        found = list(continued.switch_messages)
-        system = (found.pop(0)[1] if continued.system and found else "") or self._system
+        switching = list(continued.switch_messages)
+        system = (switching.pop(0)[1] if continued.system and switching else "") or self._system
         start: list[Message] = [{"role": "system", "content": system}] if continued.system else []
         # Some templates number images, so the history has one per message.
         images = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
@@ -307,9 +307,9 @@ class IncrementalEncoder:
                 {"role": "assistant", "content": f"earlier {turn}"},
             )
         ]
-        if not found or found[-1][0] != "user":
-            found.append(("user", "", False))
-        *before, (_, text, media) = found
+        if not switching or switching[-1][0] != "user":
+            switching.append(("user", "", False))
+        *before, (_, text, media) = switching
         for role, words, shown in before:
             earlier.append({"role": role, "content": self._content(words, shown)})
             if role == "user":
@@ -622,9 +622,9 @@ class TokenForest:
             return ()
         known = next((at for at in range(shared, 0, -1) if reading.keys[at] in self._switch_messages), 0)
         new = reading.messages[reading.start_of(known) : reading.start_of(shared)]
-        found = self._encoder.switch_messages(new, self._switch_messages.get(reading.keys[known], ()))
-        self._switch_messages[reading.keys[shared]] = found
-        return found
+        switching = self._encoder.switch_messages(new, self._switch_messages.get(reading.keys[known], ()))
+        self._switch_messages[reading.keys[shared]] = switching
+        return switching
 
     def _reason(self, prepared: Prepared) -> SplitReason | None:
         """Return the split reason. Called at the commit, so that turns committed since `prepare` count as well."""

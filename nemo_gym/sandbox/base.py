@@ -307,9 +307,11 @@ class SandboxProvider(Protocol):
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
         """Yield the file or directory at ``path`` as a tar stream whose first member is named by the path's last
-        component. The provider packs it without running any program of the box. ``exclude`` holds paths relative to
-        ``path``, or ``**/name`` to exclude a name at every depth; with ``/`` at the end, only directories. Raises
-        `SandboxArchiveTooLargeError` beyond ``max_bytes``; set it whenever the box's contents are untrusted."""
+        component. The provider packs it without running any program of the box. It follows a link at ``path`` itself,
+        inside the box; links below it are packed as links. ``exclude`` holds paths relative to ``path``, or
+        ``**/name`` to exclude a name at every depth; with ``/`` at the end, only directories. Raises
+        `SandboxArchiveTooLargeError` beyond ``max_bytes``; set it whenever the box's contents are untrusted. Raises
+        `SandboxArchiveError` if nothing can be packed at ``path``, whatever the box has put in its way."""
         ...
 
     async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None: ...

@@ -176,12 +176,35 @@ class ArchiveChecks(Checks):
         assert (back / "sub/empty").is_dir()
 
     async def test_first_member_is_named_by_the_last_part_of_the_path(self, box: AsyncSandbox) -> None:
-        await sh(box, "mkdir -p /srv/x/y; echo 1 > /srv/x/y/f; ln -s y /srv/x/link")
+        await sh(box, "mkdir -p /srv/x/y; echo 1 > /srv/x/y/f")
         assert list(members(await receive(box, "/srv/x/y"))) == ["y", "y/f"]
         assert list(members(await receive(box, "/srv/x/y/"))) == ["y", "y/f"]
         assert list(members(await receive(box, "/srv/x/y/f"))) == ["f"]
-        first = next(iter(members(await receive(box, "/srv/x/link")).values()))
-        assert first.name == "link"
+
+    async def test_a_link_at_the_path_itself_is_followed_inside_the_box_only(
+        self, box: AsyncSandbox, tmp_path: Path
+    ) -> None:
+        (tmp_path / "secret").write_text("secret of the host")
+        await sh(box, "mkdir -p /srv/x/y; echo 1 > /srv/x/y/f; ln -s f /srv/x/y/inner; ln -s y /srv/x/link")
+        await sh(box, f"cd /srv/x; ln -s link again; ln -s loop loop; ln -s {tmp_path}/secret to_host")
+        for path, name in (("/srv/x/link", "link"), ("/srv/x/link/", "link"), ("/srv/x/again", "again")):
+            tree = members(await receive(box, path))
+            assert sorted(tree) == [name, f"{name}/f", f"{name}/inner"]
+            assert tree[name].isdir() and tree[f"{name}/inner"].issym()
+        await box.download("/srv/x/y/inner", tmp_path / "back")
+        assert (tmp_path / "back").read_text() == "1\n"
+        with pytest.raises(SandboxArchiveError):
+            await receive(box, "/srv/x/to_host")
+
+    async def test_whatever_a_box_puts_in_a_path_s_way_is_not_a_failure_of_the_backend(
+        self, box: AsyncSandbox
+    ) -> None:
+        await sh(box, "mkdir /srv/x; cd /srv/x; touch f; ln -s loop loop; ln -s nowhere dangling")
+        await sh(box, "cd /srv/x; ln -s '/No such container: x' gone; ln -s '/no space left on device' full")
+        for path in ("missing", "f/f", "loop", "loop/f", "dangling", "dangling/f", "gone", "gone/f", "full", "full/f"):
+            with pytest.raises(SandboxArchiveError, match=f"/srv/x/{path}") as caught:
+                await receive(box, f"/srv/x/{path}")
+            assert not caught.value.retryable
 
     async def test_excluded_paths_are_left_out(self, box: AsyncSandbox) -> None:
         await sh(

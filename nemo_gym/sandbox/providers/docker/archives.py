@@ -23,7 +23,7 @@ from nemo_gym.sandbox.archive import (
     pack_bytes,
 )
 from nemo_gym.sandbox.base import absolute
-from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
+from nemo_gym.sandbox.providers.docker.engine import Engine, explain, is_missing_path, sdk_errors, status_of, translate
 from nemo_gym.sandbox.tar_stream import TarFilter, filtered
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
@@ -98,8 +98,7 @@ class Upload:
                     engine.client.put_archive(container_id, self.path, data)
                     return
                 except sdk_errors() as error:
-                    missing = status_of(error) == 404 and "no such container" not in str(error).lower()
-                    if not missing or attempt:
+                    if not is_missing_path(error) or attempt:
                         raise
                 make_directories(engine, container_id, self.path)
         except sdk_errors() as error:
@@ -183,7 +182,8 @@ def download(
         except ArchiveError as error:
             raise SandboxArchiveError(f"'{path}' cannot be packed: {error}") from error
         except sdk_errors() as error:
-            if status_of(error) == 404 and "no such container" not in str(error).lower():
+            # The box's contents cause these two, although the engine calls them failures of its own.
+            if is_missing_path(error) or any(text in explain(error) for text in ("too many links", "not a directory")):
                 raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path) from error
             raise translate(error, f"packing '{path}'") from error
         spool.seek(0)

@@ -269,6 +269,17 @@ def explain(error: BaseException) -> str:
     return str(text.decode(errors="replace") if isinstance(text, bytes) else text or error).strip()
 
 
+def is_missing_box(error: BaseException) -> bool:
+    """Whether the box itself is gone. Only the beginning of the engine's text says so: the rest may name a path that
+    the box chose."""
+    return status_of(error) == 404 and explain(error).lower().startswith("no such container")
+
+
+def is_missing_path(error: BaseException) -> bool:
+    """Whether the box exists, but the path that was asked for does not."""
+    return status_of(error) == 404 and not is_missing_box(error)
+
+
 def is_full_disk(text: str) -> bool:
     return "no space left on device" in text.lower() or "disk quota exceeded" in text.lower()
 
@@ -288,7 +299,7 @@ def translate(
     status = status_of(error)
     if status is None:
         return kind(f"docker: the engine stopped answering while {doing} ({_cause(error)}); {START_HINT}", **details)
-    if status == 404 and "no such container" in error_text.lower():
+    if is_missing_box(error):
         lost = SandboxLostError if kind is SandboxError else kind
         return lost(f"docker: the box is gone while {doing}", **details)
     return kind(f"docker: the engine refused while {doing}: {error_text}", retryable=status >= 500, **details)

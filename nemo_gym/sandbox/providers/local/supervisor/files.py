@@ -32,6 +32,8 @@ from nemo_gym.sandbox.providers.local.supervisor import processes
 from nemo_gym.sandbox.providers.local.supervisor.processes import Problem, Report
 
 _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
+_ERRORS_OF_THE_BOX = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+"""What a path may meet because of the box's contents; any other error is a failure of the supervisor."""
 
 
 async def put_archive(init_fd: int, path: str, stream: int) -> Problem | None:
@@ -56,10 +58,13 @@ async def get_archive(
         report.step = f"packing {path}"
         _enter(init_fd)
         try:
-            for chunk in archive.pack(path, exclude=exclude, max_bytes=max_bytes):
+            target = os.path.realpath(path, strict=True)
+            name = os.path.basename(os.path.normpath(path))  # noqa: PTH119 - plain strings throughout
+            for chunk in archive.pack(target, exclude=exclude, max_bytes=max_bytes, name=name):
                 write_all(stream, chunk)
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            # The box's contents cause these errors; they are no failure of the supervisor.
+        except OSError as error:
+            if error.errno not in _ERRORS_OF_THE_BOX:
+                raise
             raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
 
     return await processes.run(job, keep=[init_fd, stream])

@@ -397,11 +397,10 @@ class _PartialAnswer:
 
 
 def _resumable(sampling: Sampling) -> bool:
-    """Return whether later tokens depend only on the ids before them. An engine searches for stop strings, counts for
-    penalties and follows a schema only in the tokens that it sampled itself."""
+    """Return whether later tokens depend only on the ids before them. An engine searches for stop strings and
+    counts for penalties only in the tokens that it sampled itself."""
     return (
         not sampling.stop
-        and sampling.json_schema is None
         and not sampling.presence_penalty
         and not sampling.frequency_penalty
         and sampling.repetition_penalty in (None, 1.0)

@@ -159,8 +159,6 @@ class SglangEngine(HttpEngine):
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
-        if request.sampling.json_schema is not None:
-            sampling["json_schema"] = request.sampling.json_schema
         if request.sampling.seed is not None:
             sampling["sampling_seed"] = request.sampling.seed
         if stream:

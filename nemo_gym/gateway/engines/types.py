@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,12 +45,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    json_schema: str | None = None
-    """JSON text of the schema that the engine enforces on the answer (`schema_of`)."""
 
     def given(self) -> dict[str, Any]:
-        """Return the parameters that are set, except ``max_tokens``, ``seed`` and ``json_schema``, whose names differ
-        between engines."""
+        """Return the parameters that are set, without ``max_tokens`` and ``seed``: engines name those differently."""
         values: dict[str, Any] = {
             name: value
             for name in (
@@ -72,37 +68,6 @@ class Sampling:
         if self.ignore_eos:
             values["ignore_eos"] = True
         return values
-
-
-# Answers on which the engine enforces a JSON schema, as harnesses ask for with ``response_format``.
-#
-# The engine masks the tokens that the schema does not allow. Such an answer, including its reasoning, is therefore
-# sampled from another distribution than the policy's own. Train on it only if that is intended.
-
-
-def schema_of(response_format: Mapping[str, Any] | None) -> str | None:
-    """Return the schema that ``response_format`` asks for, as JSON text; ``None`` for plain text.
-
-    Accepts the shapes of Chat Completions (``{"type": "json_schema", "json_schema": {"schema": …}}``) and of Responses
-    (``{"type": "json_schema", "schema": …}``). Raises `InvalidBodyError` (details: param) for any other.
-    """
-    if response_format is None or response_format.get("type") == "text":
-        return None
-    kind = response_format.get("type")
-    if kind == "json_object":
-        return '{"type":"object"}'
-    if kind != "json_schema":
-        raise InvalidBodyError(
-            f"response_format.type: '{kind}' is not possible; use 'text', 'json_object' or 'json_schema'",
-            param="response_format",
-        )
-    holder = response_format.get("json_schema", response_format)
-    schema = holder.get("schema") if isinstance(holder, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise InvalidBodyError(
-            "response_format: 'json_schema' needs a 'schema' that is an object", param="response_format"
-        )
-    return json.dumps(schema, separators=(",", ":"))
 
 
 # Sampling parameters that a session pins, and those that its harness may choose.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -389,8 +388,6 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
     parameters = sampling.given()
     parameters["max_tokens"] = sampling.max_tokens
     parameters["logprobs"] = 0  # of the sampled token, without alternatives
-    if sampling.json_schema is not None:
-        parameters["structured_outputs"] = {"json": json.loads(sampling.json_schema)}
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
     return parameters

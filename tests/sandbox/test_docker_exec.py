@@ -56,6 +56,24 @@ async def test_docker_exec_reports_the_signal_when_the_command_is_killed(boxes: 
     assert (done.outcome, done.signal, done.return_code) == (ExecOutcome.SIGNALED, signal.SIGSEGV, None)
 
 
+async def test_docker_exec_that_nobody_reads_holds_no_connection_when_its_box_is_closed(
+    boxes: Boxes, box: SandboxHandle
+) -> None:
+    def sockets() -> set[str]:
+        opened = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))  # noqa: PTH208
+        return {os.readlink(path) for path in opened if path.is_socket()}  # noqa: PTH115
+
+    before = sockets()
+    unread = [await boxes.provider.start_exec(box, ExecRequest(command, timeout_s=60)) for command in ("cat", "yes")]
+    opened = sockets() - before  # and some of the SDK's, which stay
+    await boxes.provider.close(box)
+    await asyncio.sleep(0)
+    assert len(opened & sockets()) <= len(opened) - len(unread)
+    for process in unread:
+        events = [event async for event in process.events()]
+        assert isinstance(events[-1], ExecEnd) and events[-1].outcome is ExecOutcome.LOST
+
+
 async def test_docker_exec_keeps_bytes_that_are_not_utf8(boxes: Boxes, box: SandboxHandle) -> None:
     data = bytes(range(256)) * 40
     done = await boxes.provider.exec(box, ["cat"], stdin=data)

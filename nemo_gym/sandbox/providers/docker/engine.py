@@ -395,7 +395,7 @@ class Attachment:
 
     def close(self) -> None:
         """Drop the connection. The command goes on; `frames` ends."""
-        self._writer.close()
+        self._writer.transport.abort()  # `close` would keep it until the command has read all of its input
         self._reader.feed_eof()
 
 

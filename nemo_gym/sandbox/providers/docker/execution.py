@@ -378,6 +378,11 @@ class DockerExec:
                 await finish(self.kill())
             self._close()
 
+    def close_unread(self) -> None:
+        """Drop the connection if nobody has begun to read the events: the box is about to go."""
+        if not self._consumed:
+            self._close()
+
     def _close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -225,7 +225,7 @@ class DockerProvider(StreamingProvider):
 
     async def close(self, handle: SandboxHandle) -> None:
         box = box_of(handle)
-        await self._close_doors(box)
+        await self._close_connections(box)
         await self._engine.call(self._remove, box.container_id)
         self._boxes.pop(box.container_id, None)
 
@@ -260,13 +260,13 @@ class DockerProvider(StreamingProvider):
         ids = [info.sandbox_id for info in await self.list(labels)]
         for container_id in ids:
             if (box := self._boxes.pop(container_id, None)) is not None:
-                await self._close_doors(box)
+                await self._close_connections(box)
         await asyncio.gather(*(self._engine.call(self._remove, container_id) for container_id in ids))
         return ids
 
     async def aclose(self) -> None:
         for box in [*self._boxes.values()]:
-            await self._close_doors(box)
+            await self._close_connections(box)
         self._boxes.clear()
         await self._images.cancel_pulls()
         self._engine.close()
@@ -343,6 +343,11 @@ class DockerProvider(StreamingProvider):
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
         return {name: server.statistics for name, server in box_of(handle).doors.items()}
+
+    async def _close_connections(self, box: DockerBox) -> None:
+        for process in [*box.running.values()]:
+            process.close_unread()
+        await self._close_doors(box)
 
     async def _close_doors(self, box: DockerBox) -> None:
         servers = [*box.doors.values()]

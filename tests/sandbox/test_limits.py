@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxLostError
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_limits
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxCapabilities
-from nemo_gym.sandbox.providers.docker.watchdog import EngineClient, on_disk, watch_disks
+from nemo_gym.sandbox.providers.docker.watchdog import EngineClient, Watchdog, on_disk, watch_disks
 from tests.sandbox.docker_boxes import Boxes, until
 from tests.sandbox.local_boxes import LocalPlace, local_place
 
@@ -139,6 +141,29 @@ def test_watchdog_measures_deep_directories(tmp_path: Path, name: str, count: in
         assert 3_000_000 <= (on_disk(Described("", None), "box") or 0) < 3_000_000 + 8192 * (count + 1)
     finally:
         subprocess.run(["rm", "-rf", tmp_path / name], check=True)
+
+
+async def test_a_box_that_takes_long_to_remove_holds_up_no_other_lease() -> None:
+    slow_may_end = threading.Event()
+    removed: list[str] = []
+
+    class Slow(EngineClient):
+        def lease_ends(self) -> dict[str, float | None]:
+            return {name: 1.0 for name in ("slow", "other") if name not in removed}
+
+        def remove(self, container_id: str) -> None:
+            if container_id == "slow":
+                slow_may_end.wait(60)
+            removed.append(container_id)
+
+    watchdog = Watchdog(Slow("", None))
+    try:
+        looks = [await asyncio.wait_for(asyncio.to_thread(watchdog.look), 10) for _ in range(2)]
+        await until(lambda: removed == ["other"])
+    finally:
+        slow_may_end.set()
+    await until(lambda: watchdog.look() == 0)
+    assert looks[0] == 2 and removed == ["other", "slow"]
 
 
 def test_watchdog_goes_on_measuring_after_an_unexpected_error(capsys: pytest.CaptureFixture[str]) -> None:

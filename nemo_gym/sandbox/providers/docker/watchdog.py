@@ -38,6 +38,7 @@ LINGER_S = 120.0
 """How long the watchdog waits for new boxes before it exits."""
 _UNREACHABLE_LIMIT_S = 3600.0
 _GRACE_S = 0.5
+_REMOVED_AT_ONCE = 8
 _MEASURE_TIMEOUT_S = 60
 
 
@@ -117,26 +118,32 @@ class Watchdog:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._deadlines: dict[str, tuple[float, float]] = {}
+        self._removing: set[str] = set()
+        self._slots = threading.Semaphore(_REMOVED_AT_ONCE)
 
     def look(self) -> int:
-        """Remove the boxes whose lease ended; return how many boxes are left."""
+        """Begin to remove the boxes whose lease ended; return how many boxes there are."""
         lease_ends = self._engine.lease_ends()
         for removed_id in set(self._deadlines) - set(lease_ends):
             del self._deadlines[removed_id]
         for container_id, end in lease_ends.items():
             if end is not None and self._deadlines.get(container_id, (None, 0))[0] != end:
                 self._deadlines[container_id] = (end, now_s() + end - time.time())
-        box_count = len(lease_ends)
-        for container_id, (end, deadline) in list(self._deadlines.items()):
-            if now_s() < deadline + _GRACE_S:
-                continue
-            # The lease may have been renewed since the boxes were listed.
-            if self._engine.lease_ends().get(container_id) not in (end, None):
-                continue
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                self._engine.remove(container_id)
-                box_count -= 1
-        return box_count
+        for container_id, (end, deadline) in self._deadlines.items():
+            if now_s() >= deadline + _GRACE_S and container_id not in self._removing:
+                self._removing.add(container_id)
+                threading.Thread(target=self._remove, args=(container_id, end), daemon=True).start()
+        return len(lease_ends)
+
+    def _remove(self, container_id: str, end: float) -> None:
+        # In a thread of its own: the engine takes minutes to delete millions of files, and other leases end meanwhile.
+        try:
+            with self._slots, contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+                # The lease may have been renewed since the boxes were listed.
+                if self._engine.lease_ends().get(container_id) in (end, None):
+                    self._engine.remove(container_id)
+        finally:
+            self._removing.discard(container_id)
 
 
 def over_disk_limit(engine: EngineClient) -> dict[str, tuple[int, int]]:

@@ -58,6 +58,7 @@ async def get_archive(
         report.step = f"packing {path}"
         _enter(init_fd)
         try:
+            os.stat(path)  # noqa: PTH116 - bounds the number of links, which `realpath` would follow by recursion
             target = os.path.realpath(path, strict=True)
             name = os.path.basename(os.path.normpath(path))  # noqa: PTH119 - plain strings throughout
             for chunk in archive.pack(target, exclude=exclude, max_bytes=max_bytes, name=name):

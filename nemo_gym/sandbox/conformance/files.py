@@ -201,8 +201,9 @@ class ArchiveChecks(Checks):
     ) -> None:
         await sh(box, "mkdir /srv/x; cd /srv/x; touch f; ln -s loop loop; ln -s nowhere dangling")
         await sh(box, "cd /srv/x; ln -s '/No such container: x' gone; ln -s '/no space left on device' full")
+        await sh(box, f"cd /srv/x; ln -s {'n' * 300} long")
         await sh(box, "cd /srv/x; ln -s f 0; for i in $(seq 1200); do ln -s $((i - 1)) $i; done; mv 1200 chain")
-        broken = ("loop", "dangling", "gone", "full")
+        broken = ("loop", "dangling", "gone", "full", "long")
         for path in ("missing", "f/f", "chain", *broken, *(f"{link}/f" for link in broken)):
             with pytest.raises(SandboxArchiveError, match=f"/srv/x/{path}") as caught:
                 await receive(box, f"/srv/x/{path}")

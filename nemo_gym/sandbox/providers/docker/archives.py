@@ -29,6 +29,8 @@ from nemo_gym.sandbox.tar_stream import TarFilter, filtered
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 _GO_MODE_DIR = 1 << 31
+_CAUSED_BY_THE_BOX = ("too many links", "not a directory", "file name too long")
+"""What the engine calls a failure of its own although it is the box's contents that cause it."""
 MAX_IMPLIED_DIRECTORIES = 20_000
 """Maximum number of parent directories that an archive may leave out. Each of them costs a request to the engine."""
 
@@ -182,8 +184,7 @@ def download(
         except ArchiveError as error:
             raise SandboxArchiveError(f"'{path}' cannot be packed: {error}") from error
         except sdk_errors() as error:
-            # The box's contents cause these two, although the engine calls them failures of its own.
-            if is_missing_path(error) or any(text in explain(error) for text in ("too many links", "not a directory")):
+            if is_missing_path(error) or any(text in explain(error) for text in _CAUSED_BY_THE_BOX):
                 raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path) from error
             raise translate(error, f"packing '{path}'") from error
         spool.seek(0)

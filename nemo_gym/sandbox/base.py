@@ -299,8 +299,9 @@ class SandboxProvider(Protocol):
         ...
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        """Unpack a tar stream below ``path`` (created when missing). Raises `SandboxArchiveError` for a member that
-        leaves ``path`` by name or through a link; nothing outside ``path`` changes."""
+        """Unpack a tar stream below ``path`` (created when missing). Files and links replace each other, but never a
+        directory, nor a directory them. Raises `SandboxArchiveError` for a member that leaves ``path`` by name or
+        through a link, and whatever the box has put in the way; nothing outside ``path`` changes."""
         ...
 
     def get_archive(

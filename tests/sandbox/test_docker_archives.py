@@ -100,10 +100,8 @@ async def test_docker_put_archive_never_writes_through_a_link_of_the_box(
         *([member("sub", kind=tarfile.DIRTYPE)] if explicit else []),
         member("sub/file", b"new"),
     ]
-    try:
+    with pytest.raises(SandboxArchiveError):
         await boxes.provider.put_archive(box, "/t", chunks(archive(*members)))
-    except SandboxArchiveError:
-        assert not explicit
     assert (await boxes.provider.exec(box, "ls -A /outside")).stdout == ""
 
 
@@ -114,7 +112,7 @@ async def test_docker_put_archive_refuses_a_stream_that_ends_early(boxes: Boxes,
 
 
 async def test_docker_put_archive_refuses_a_target_that_is_a_file(boxes: Boxes, box: SandboxHandle) -> None:
-    with pytest.raises(SandboxArchiveError, match="'/etc/passwd' in the box is not a directory"):
+    with pytest.raises(SandboxArchiveError, match=r"'/etc/passwd' in the box: .*not a directory"):
         await boxes.provider.put_archive(box, "/etc/passwd", chunks(archive(member("a", b"x"))))
 
 

@@ -320,3 +320,30 @@ class ArchiveChecks(Checks):
         await box.put_archive("/srv", stream(data))
         assert await sh(box, "cat /srv/d/f /srv/d/g /srv/d/l; test ! -L /srv/d/l") == "d/fstays\nd/l"
         assert await sh(box, "md5sum /etc/passwd") == before
+
+    async def test_a_directory_never_replaces_a_file_nor_is_replaced_by_one(
+        self, box: AsyncSandbox, tmp_path: Path
+    ) -> None:
+        (tmp_path / "a").write_text("x")
+        await sh(box, "mkdir -p /srv/d/full /srv/d/empty; touch /srv/d/full/kept /srv/d/file")
+        before = await sh(box, "cd /srv/d; find . | sort; test -f file")
+        for name, kind in (
+            *(("full", tarfile.REGTYPE), ("empty", tarfile.REGTYPE)),
+            *(("full", tarfile.SYMTYPE), ("empty", tarfile.SYMTYPE), ("file", tarfile.DIRTYPE)),
+        ):
+            with pytest.raises(SandboxArchiveError):
+                await box.put_archive("/srv/d", stream(archive((name, kind, "file"))))
+        with pytest.raises(SandboxArchiveError):
+            await box.upload(tmp_path / "a", "/srv/d/full")
+        assert await sh(box, "cd /srv/d; find . | sort; test -f file") == before
+
+    async def test_whatever_a_box_puts_in_an_uploads_way_is_not_a_failure_of_the_backend(
+        self, box: AsyncSandbox
+    ) -> None:
+        await sh(
+            box, f"mkdir /srv/x; cd /srv/x; touch f; ln -s loop loop; ln -s no/where gone; ln -s {'n' * 300} long"
+        )
+        for path in (f"{name}{below}" for name in ("f", "loop", "gone", "long") for below in ("", "/below")):
+            with pytest.raises(SandboxArchiveError) as caught:
+                await box.put_archive(f"/srv/x/{path}", stream(pack_bytes("g", b"given")))
+            assert not caught.value.retryable

@@ -23,13 +23,13 @@ from nemo_gym.sandbox.archive import (
     pack_bytes,
 )
 from nemo_gym.sandbox.base import absolute
-from nemo_gym.sandbox.providers.docker.engine import Engine, explain, is_missing_path, sdk_errors, status_of, translate
+from nemo_gym.sandbox.providers.docker.engine import Engine, explain, is_missing_path, sdk_errors, translate
 from nemo_gym.sandbox.tar_stream import TarFilter, filtered
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 _GO_MODE_DIR = 1 << 31
-_CAUSED_BY_THE_BOX = ("too many links", "not a directory", "file name too long")
+_CAUSED_BY_THE_BOX = ("too many links", "not a directory", "file name too long", "cannot overwrite")
 """What the engine calls a failure of its own although it is the box's contents that cause it."""
 MAX_IMPLIED_DIRECTORIES = 20_000
 """Maximum number of parent directories that an archive may leave out. Each of them costs a request to the engine."""
@@ -97,19 +97,27 @@ class Upload:
                 # Send an archive that fits in memory in one piece; a file object would go out in blocks of 16 KiB.
                 data = self._spool.read() if self._size <= _IN_MEMORY_BYTES else self._spool
                 try:
-                    engine.client.put_archive(container_id, self.path, data)
+                    _put(engine, container_id, self.path, data)
                     return
                 except sdk_errors() as error:
                     if not is_missing_path(error) or attempt:
                         raise
                 make_directories(engine, container_id, self.path)
         except sdk_errors() as error:
-            if status_of(error) in (400, 500) and "not a directory" in str(error).lower():
-                raise SandboxArchiveError(f"'{self.path}' in the box is not a directory") from error
+            if is_missing_path(error) or any(text in explain(error) for text in _CAUSED_BY_THE_BOX):
+                raise SandboxArchiveError(f"cannot unpack at '{self.path}' in the box: {explain(error)}") from error
             raise translate(error, f"unpacking an archive at '{self.path}'") from error
 
     def close(self) -> None:
         self._spool.close()
+
+
+def _put(engine: Engine, container_id: str, path: str, data: bytes | IO[bytes]) -> None:
+    # The SDK's own call lets the engine replace a directory, with everything in it, by a file or a link.
+    client = engine.client
+    params = {"path": path, "noOverwriteDirNonDir": "true"}
+    response = client.put(_archive_url(client, container_id), params=params, data=data, timeout=client.timeout)
+    _raise_for_status(response)
 
 
 def stat(engine: Engine, container_id: str, path: str) -> dict[str, Any] | None:

@@ -43,7 +43,12 @@ async def put_archive(init_fd: int, path: str, stream: int) -> Problem | None:
         report.step = f"unpacking into {path}"
         _enter(init_fd)
         os.umask(0o022)
-        os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
+        try:
+            os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
+        except OSError as error:
+            if error.errno not in (*_ERRORS_OF_THE_BOX, errno.EEXIST, errno.EROFS):
+                raise
+            raise archive.ArchiveError(error.strerror) from error
         archive.extract(functools.partial(os.read, stream), path)
 
     return await processes.run(job, keep=[init_fd, stream])

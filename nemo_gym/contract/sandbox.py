@@ -253,7 +253,7 @@ class SandboxSpec:
     """Seconds ``create`` may take; ``None`` is `DEFAULT_READY_TIMEOUT_S`, not counting the pull or unpacking of the
     image."""
     workdir: str | None = None
-    """The directory in which commands start by default."""
+    """The directory in which commands start by default; created if the image lacks it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of every process in the box. No variable of the host is inherited."""
     files: Mapping[str, str] = field(default_factory=dict)

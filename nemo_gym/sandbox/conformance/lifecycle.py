@@ -172,6 +172,10 @@ class LifecycleChecks(Checks):
         assert await sh(box, 'printf %s "$GREETING"') == "hello 'world' $HOME"
         assert await sh(box, 'printf %s "${EMPTY-unset}"') == ""
 
+    async def test_working_directory_of_the_spec_is_made(self, start: StartBox) -> None:
+        box = await start(workdir="/srv/not/in/the/image")
+        assert await sh(box, "touch f; pwd") == "/srv/not/in/the/image\n"
+
     async def test_environment_of_the_host_is_not_inherited(
         self, monkeypatch: pytest.MonkeyPatch, start: StartBox
     ) -> None:

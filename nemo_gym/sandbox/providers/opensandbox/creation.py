@@ -36,7 +36,8 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     status_of,
     translate,
 )
-from nemo_gym.sandbox.providers.opensandbox.tool import run_helper
+from nemo_gym.sandbox.providers.opensandbox.tool import request_argument, run_helper
+from nemo_gym.sandbox.tar_stream import END_OF_ARCHIVE
 
 if TYPE_CHECKING:
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
@@ -262,6 +263,7 @@ class Creation:
             data = json.dumps(defaults).encode("utf-8", "surrogateescape")
             entries.append(WriteEntry(path=f"{box.directory}/box.json", data=data, mode=600))
             entries.append(WriteEntry(path=box.tool, data=program, mode=755))
+            entries.append(WriteEntry(path=f"{box.directory}/empty.tar", data=END_OF_ARCHIVE, mode=600))
             await sdk.files.write_files(entries)
             await sdk.files.write_file(self._ready_mark, b"", mode=600)
             if _denies_network(spec):
@@ -275,10 +277,11 @@ class Creation:
         return f"{self._config.box_directory.rstrip('/')}/ready-{connection.digest(self.key)}"
 
     async def _verify(self, box: OpenSandboxBox) -> None:
-        """Check that the box runs the helper, so that a missing program, a wrong processor type or an ended entry
-        point fails the create and not a later command."""
+        """Make the spec's working directory, and so check that the box runs the helper: a missing program, a wrong
+        processor type or an ended entry point must fail the create and not a later command."""
+        unpacking = {"path": absolute(self._spec.workdir or "/"), "tar": f"{box.directory}/empty.tar"}
         try:
-            result = await run_helper(box, "signal", "0", "0")
+            result = await run_helper(box, "unpack", await request_argument(box, unpacking))
         except SandboxLostError as error:
             info = await box.info()
             state = "gone" if info is None else f"{info.status.state}: {info.status.message}"

@@ -291,7 +291,9 @@ class SandboxProvider(Protocol):
         merge_stderr: bool = False,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> SandboxExecResult:
-        """Run one command to its end. Never raises for what the command does; a lost box yields ``LOST``."""
+        """Run one command to its end. Never raises for what the command does; a lost box yields ``LOST``. Processes
+        that it leaves in the background live on, and may go on writing to its output, which nobody reads any more,
+        unless ``capabilities.reasons`` has ``background_output``."""
         ...
 
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> ExecProcess:

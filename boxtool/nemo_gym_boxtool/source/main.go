@@ -6,6 +6,7 @@
 //	boxtool signal ID NUMBER     a signal to a command's whole tree; 9 also keeps it from starting later
 //	boxtool pack REQUEST         a path as a tar stream
 //	boxtool unpack REQUEST       a tar file below a directory
+//	boxtool drain                its standard input, read to the end and dropped
 //	boxtool relay PORT ID OLD    a listener on the box's loopback, carried outside; see relay.go
 //
 // Everything it says goes to its standard output as frames "k" + base64 + ";", one per line, where k is s (started),
@@ -17,6 +18,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"strings"
 	"sync"
@@ -134,10 +136,12 @@ func main() {
 		pack(args[1])
 	case len(args) == 2 && args[0] == "unpack":
 		unpack(args[1])
+	case len(args) == 1 && args[0] == "drain":
+		io.Copy(io.Discard, os.Stdin)
 	case len(args) == 4 && args[0] == "relay":
 		runRelay(args[1], args[2], args[3])
 	default:
-		fmt.Fprintln(os.Stderr, "usage: boxtool run ID REQUEST | signal ID NUMBER | pack REQUEST | unpack REQUEST | relay PORT ID OLD")
+		fmt.Fprintln(os.Stderr, "usage: boxtool run ID REQUEST | signal ID NUMBER | pack REQUEST | unpack REQUEST | drain | relay PORT ID OLD")
 		os.Exit(2)
 	}
 }

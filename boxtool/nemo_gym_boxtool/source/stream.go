@@ -47,6 +47,7 @@ func (s *stream) finish() {
 	buffer := make([]byte, frameBytes)
 	// A process that goes on writing must not keep us here: no more than a pipe can have held.
 	left := 1 << 20
+	held := true
 	raw.Read(func(descriptor uintptr) bool {
 		for left > 0 {
 			n, err := syscall.Read(int(descriptor), buffer)
@@ -54,11 +55,30 @@ func (s *stream) finish() {
 				continue
 			}
 			if n <= 0 {
+				held = n != 0
 				break
 			}
 			left -= n
 			say(s.kind, buffer[:n])
 		}
 		return true
+	})
+	if held {
+		s.leave()
+	}
+}
+
+// leave gives the pipe to a process of its own that reads it to its end: whoever writes to it must neither die of that
+// nor wait when this program is gone.
+func (s *stream) leave() {
+	null, err := os.OpenFile("/dev/null", os.O_RDWR, 0)
+	if err != nil {
+		return
+	}
+	defer null.Close()
+	syscall.ForkExec("/proc/self/exe", []string{"boxtool", "drain"}, &syscall.ProcAttr{
+		Dir:   "/",
+		Files: []uintptr{s.pipe.Fd(), null.Fd(), null.Fd()},
+		Sys:   &syscall.SysProcAttr{Setsid: true},
 	})
 }

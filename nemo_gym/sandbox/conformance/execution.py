@@ -127,6 +127,24 @@ class ExecChecks(Checks):
 
         await eventually(beats, "a process left in the background goes on")
 
+    async def test_background_process_that_writes_to_its_execs_output_lives_on(
+        self, provider: SandboxProvider, box: AsyncSandbox
+    ) -> None:
+        self.needs(provider, "background_output")
+        command = (
+            "text=$(head -c 100000 /dev/zero | tr '\\0' x); "
+            'while :; do echo "$text"; echo "$text" >&2; date +%s%N > /tmp/beat; sleep 0.05; done & sleep 0.1'
+        )
+        await sh(box, command)
+
+        async def beats() -> bool:
+            before = (await box.exec("cat /tmp/beat")).stdout
+            await asyncio.sleep(0.3)
+            return bool(before) and before != (await box.exec("cat /tmp/beat")).stdout
+
+        for _ in range(5):
+            await eventually(beats, "a process that writes in the background goes on", 10)
+
     async def test_standard_input_is_given_and_empty_otherwise(self, box: AsyncSandbox) -> None:
         assert (await box.exec("cat", stdin=b"one\ntwo")).stdout == "one\ntwo"
         assert (await box.exec("cat; echo end")).stdout == "end\n"

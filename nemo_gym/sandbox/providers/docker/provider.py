@@ -108,6 +108,8 @@ class DockerProvider(StreamingProvider):
             "nested_containers": _NO_NESTING,
             "endpoint": "boxes have no network that could be reached from outside; use a door",
             "user_limits": why_users_are_shared(info),
+            "background_output": "the engine closes a command's output soon after the command ends; redirect the"
+            " output of what it leaves in the background",
             "loopback_door": "entering a container's network needs root on the engine's own machine"
             if self._local
             else f"the engine at {self._engine.url} runs where its containers' namespaces cannot be entered from here",

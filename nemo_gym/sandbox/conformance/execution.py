@@ -117,6 +117,12 @@ class ExecChecks(Checks):
             result = await box.exec("sleep 300 & echo done; exit 4", timeout_s=None)
         assert (result.outcome, result.return_code, result.stdout) == (ExecOutcome.EXITED, 4, "done\n")
 
+    async def test_exec_that_ended_in_time_is_not_timed_out_for_what_it_left(self, box: AsyncSandbox) -> None:
+        marker = "conformance_left"
+        result = await box.exec(f"sh -c 'sleep 600; : {marker}' & echo done; exit 4", timeout_s=1.9)
+        assert (result.outcome, result.return_code, result.stdout) == (ExecOutcome.EXITED, 4, "done\n")
+        assert await alive(box, marker)
+
     async def test_background_process_lives_on_after_its_exec(self, box: AsyncSandbox) -> None:
         await sh(box, "(while :; do date +%s%N > /tmp/beat; sleep 0.05; done) >/dev/null 2>&1 &")
 

@@ -347,9 +347,17 @@ class DockerExec:
 
     def _on_timeout(self) -> None:
         self._timed_out = True
-        self._killing = asyncio.ensure_future(self.kill())
+        self._killing = asyncio.ensure_future(self._kill_unless_ended())
         if self._attachment is not None:
             self._timer = asyncio.get_running_loop().call_later(_DRAIN_S, self._attachment.close)
+
+    async def _kill_unless_ended(self) -> None:
+        # The engine keeps the streams of a command that has ended open for a while if background processes hold them.
+        with contextlib.suppress(*sdk_errors(SandboxError)):
+            inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
+            self._timed_out = bool(inspection["Running"]) or inspection["ExitCode"] is None
+        if self._timed_out:
+            await self.kill()
 
     # ------------------------------------------------------------------------------------------------ streaming
 

@@ -222,6 +222,8 @@ programs also choose themselves (129: git's usage errors; 130) count as exits.""
 
 _DRAIN_S = 2.0
 """How long to wait for the remaining output of a command that timed out."""
+_INSPECTION_S = 1.0
+"""How long the engine may take to say whether a command whose time is up has ended."""
 
 _DYING_S = 0.3
 """The engine knows that a killed box is dead at most this long after the box's commands ended."""
@@ -353,8 +355,9 @@ class DockerExec:
 
     async def _kill_unless_ended(self) -> None:
         # The engine keeps the streams of a command that has ended open for a while if background processes hold them.
-        with contextlib.suppress(*sdk_errors(SandboxError)):
-            inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
+        with contextlib.suppress(TimeoutError, *sdk_errors(SandboxError)):
+            async with asyncio.timeout(_INSPECTION_S):  # an engine that hangs must not let the command go on
+                inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             self._timed_out = bool(inspection["Running"]) or inspection["ExitCode"] is None
         if self._timed_out:
             await self.kill()

@@ -22,6 +22,8 @@ _REQUEST_ERROR_MARKERS = (b"context_length", b"invalid_request")
 """Strings in the error event of a stream which show that the request caused the error, not the target."""
 _FAILURES = frozenset({401, 403, 408, 429})
 """Statuses that, like 5xx, are failures of the target: the box cannot avoid them, as the door sets the credentials."""
+_OWN_CALLS = b"max_session_in_flight_bytes"
+"""A gateway's 429 names this limit if the box's own calls have used up what their session may hold."""
 
 
 @dataclass
@@ -167,10 +169,12 @@ class Exchange:
         self._statistics.broken += 1
         self._record_failure(said)
 
-    def ends(self) -> None:
-        """Classify the response, now that it is complete."""
+    def ends(self, *, asked: bool = True) -> None:
+        """Classify the response, now that it is complete. ``asked`` is whether the box has sent its whole request: a
+        target that waits in vain for the rest of one answers 408."""
         statistics = self._statistics
-        if self._status >= 500 or self._status in _FAILURES:
+        is_own_doing = not asked if self._status == 408 else self._status == 429 and _OWN_CALLS in self._kept_body
+        if (self._status >= 500 or self._status in _FAILURES) and not is_own_doing:
             statistics.failed += 1
             self._record_failure(f"{self._status}: {_text(self._kept_body)}")
         elif self._status >= 400:

@@ -283,10 +283,10 @@ class DoorServer:
             exchange.unreachable(detail := self._failure_text("failed before it answered", error))
             return self._problem(502, "door_failed", detail, started="unknown")
         async with upstream:
-            return await self._relay(request, upstream, exchange)
+            return await self._relay(request, upstream, exchange, body)
 
     async def _relay(
-        self, request: web.BaseRequest, upstream: aiohttp.ClientResponse, exchange: Exchange
+        self, request: web.BaseRequest, upstream: aiohttp.ClientResponse, exchange: Exchange, body: _Body | None
     ) -> web.StreamResponse:
         from aiohttp import web
 
@@ -307,7 +307,7 @@ class DoorServer:
             if request.transport is not None:
                 request.transport.abort()
             return response
-        exchange.ends()
+        exchange.ends(asked=body is None or body.is_whole)
         await response.write_eof()
         return response
 
@@ -363,7 +363,7 @@ class _Body:
         self._content = content
         self._remaining_s = patience_s
         self._remaining_bytes = max_bytes
-        self.is_too_large = self.is_too_slow = False
+        self.is_whole = self.is_too_large = self.is_too_slow = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
@@ -378,6 +378,7 @@ class _Body:
                 raise
             self._remaining_s -= clock() - began
             if not piece:
+                self.is_whole = True
                 return
             self._remaining_bytes -= len(piece)
             if self._remaining_bytes < 0:

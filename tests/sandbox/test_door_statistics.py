@@ -12,6 +12,9 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.contract.sandbox import Door
+from nemo_gym.gateway.backend import SessionBusyError, SessionShare
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.errors import error_body
 from nemo_gym.sandbox.doors import INFERENCE_ROUTES, DoorServer
 
 OVERFLOW = {"error": {"type": "invalid_request_error", "code": "context_length_exceeded", "message": "too long"}}
@@ -90,6 +93,44 @@ async def test_target_that_does_not_serve_is_failing_until_it_answers(door: Aske
 async def test_request_that_the_box_got_wrong_is_no_failure_of_the_target(door: Asker, status: int) -> None:
     await door.ask(status=status)
     assert (door.seen.refused, door.seen.failing) == (1, False)
+
+
+@pytest.mark.parametrize(("sent", "failing"), [(b"{", False), (b"{}", True)], ids=["half a body", "all of it"])
+async def test_408_is_the_doing_of_a_box_that_keeps_the_rest_of_its_body(sent: bytes, failing: bool) -> None:
+    async def gives_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(sent)
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(gives_up, "127.0.0.1", 0) as server:
+        async for door in opened(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"):
+            host, port = door.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n" + sent)
+            assert b" 408 " in await reader.readline()
+            writer.close()
+            assert (door.seen.statuses, door.seen.failing) == ({408: 1}, failing)
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+async def test_429_for_the_calls_that_a_box_holds_open_is_no_failure_of_the_target(dialect: Dialect) -> None:
+    share = SessionShare()
+    with share.claimed(5, 8), pytest.raises(SessionBusyError) as busy, share.claimed(5, 8):
+        pass
+    app = web.Application()
+
+    async def refuses(_: web.Request) -> web.Response:
+        return web.json_response(body, status=status)
+
+    status, body = error_body(dialect, busy.value)
+    app.router.add_post("/v1/messages", refuses)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async for door in opened(f"http://127.0.0.1:{runner.addresses[0][1]}"):
+        await door.ask()
+        assert (door.seen.statuses, door.seen.refused, door.seen.failing) == ({429: 1}, 1, False)
+    await runner.cleanup()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive import extract, pack, pack_bytes
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.conformance.base import Checks, StartBox, sh
+from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
 
 # -- Single files --------------------------------------------------------------------------------------------------
@@ -208,6 +208,16 @@ class ArchiveChecks(Checks):
             with pytest.raises(SandboxArchiveError, match=f"/srv/x/{path}") as caught:
                 await receive(box, f"/srv/x/{path}")
             assert not caught.value.retryable
+
+    async def test_account_files_that_a_box_replaces_hold_up_no_archive(self, box: AsyncSandbox) -> None:
+        await sh(box, "mkdir /srv/x; touch /srv/x/f; cd /etc; rm group passwd; ln -s group group; ln -s passwd passwd")
+        assert list(members(await receive(box, "/srv/x"))) == ["x", "x/f"]
+        await sh(box, "mkfifo /srv/pipe; cd /etc; ln -sf /srv/pipe group; ln -sf /srv/pipe passwd")
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                assert list(members(await receive(box, "/srv/x"))) == ["x", "x/f"]
+            except SandboxArchiveError as error:
+                assert not error.retryable
 
     async def test_excluded_paths_are_left_out(self, box: AsyncSandbox) -> None:
         await sh(

@@ -23,12 +23,16 @@ from nemo_gym.sandbox.archive import (
     pack_bytes,
 )
 from nemo_gym.sandbox.base import absolute
-from nemo_gym.sandbox.providers.docker.engine import Engine, explain, is_missing_path, sdk_errors, translate
+from nemo_gym.sandbox.providers.docker.engine import Engine, explain, is_missing_path, sdk_errors, status_of, translate
 from nemo_gym.sandbox.tar_stream import TarFilter, filtered
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 _GO_MODE_DIR = 1 << 31
+_GO_MODE_SPECIAL = 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
+"""Devices, pipes, sockets, and files of no known kind."""
+_ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
+_MAX_ACCOUNT_BYTES = 64 * 1024 * 1024
 _CAUSED_BY_THE_BOX = ("too many links", "not a directory", "file name too long", "cannot overwrite")
 """What the engine calls a failure of its own although it is the box's contents that cause it."""
 MAX_IMPLIED_DIRECTORIES = 20_000
@@ -177,6 +181,7 @@ def download(
     source = path if path != "/" else "/."
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
         try:
+            _require_account_files(engine, container_id)
             with _reading(engine, container_id, source) as (chunks, target):
                 if not target:
                     strip = 0 if path == "/" else 1
@@ -198,6 +203,22 @@ def download(
         spool.seek(0)
         while chunk := spool.read(_CHUNK_BYTES):
             yield chunk
+
+
+def _require_account_files(engine: Engine, container_id: str) -> None:
+    """Raise `SandboxArchiveError` if the engine could not read the box's accounts. It looks up the names of owners in
+    these files, and waits for a pipe there forever, during which the box can be neither packed nor removed."""
+    for path in _ACCOUNT_FILES:
+        try:
+            entry = stat(engine, container_id, path)
+            if entry is not None and entry.get("linkTarget"):
+                entry = stat(engine, container_id, entry["linkTarget"])
+        except sdk_errors() as error:
+            if status_of(error) == 500:
+                continue  # nobody can open it, the engine neither: a loop of links, say
+            raise
+        if entry is not None and (entry["mode"] & _GO_MODE_SPECIAL or entry["size"] > _MAX_ACCOUNT_BYTES):
+            raise SandboxArchiveError(f"nothing can be packed: the box has replaced its {path}", path=path)
 
 
 def _spool(chunks: Iterator[bytes], spool: IO[bytes]) -> None:

@@ -271,6 +271,11 @@ def _normal(name: str) -> str:
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
+MAX_LEFT_OUT_BYTES = 32 << 30
+"""Limit on the size of excluded files in a stream with ``max_bytes``. Their content is sent all the same, and a sparse
+file may have terabytes."""
+
+
 class TarFilter:
     """Reads a tar stream and writes it again with every header encoded anew.
 
@@ -296,7 +301,7 @@ class TarFilter:
         self._max_bytes = max_bytes
         self._strict = strict
         self._strip = strip
-        self._total = 0
+        self._total = self._left_out = 0
         self._keep = False
         self._padding = 0
         self._links: set[str] = set()
@@ -320,6 +325,10 @@ class TarFilter:
                     # Refuse it before its content arrives: a sparse file may declare a petabyte.
                     self._check(event.size)
                     out.append(encode_header(event))
+                elif self._max_bytes is not None:
+                    self._left_out += event.size
+                    if self._left_out > MAX_LEFT_OUT_BYTES:
+                        raise ArchiveTooLargeError(f"what is excluded is larger than {MAX_LEFT_OUT_BYTES} bytes")
             elif self._keep:
                 out.append(bytes(self._padding) if event is None else event)
         joined = b"".join(out)  # does not copy a single piece

@@ -219,6 +219,15 @@ class ArchiveChecks(Checks):
             except SandboxArchiveError as error:
                 assert not error.retryable
 
+    async def test_excluded_sparse_file_holds_up_no_archive(self, box: AsyncSandbox) -> None:
+        await sh(box, "mkdir -p /srv/x/.git; touch /srv/x/f; truncate -s 7T /srv/x/.git/sparse")
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                tree = members(await receive(box, "/srv/x", exclude=["**/.git"], max_bytes=1_000_000))
+            except SandboxArchiveTooLargeError:
+                return
+        assert list(tree) == ["x", "x/f"]
+
     async def test_excluded_paths_are_left_out(self, box: AsyncSandbox) -> None:
         await sh(
             box,

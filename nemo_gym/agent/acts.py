@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -206,8 +206,9 @@ Route = Literal["/chat/completions", "/responses"]
 
 
 class ContextExceededError(ModelError):
-    """The conversation exceeds the model's context, or a limit of the model server: the policy's doing, not a failure
-    of the endpoint. A policy could otherwise end its attempt without a reward by a huge tool output."""
+    """The conversation exceeds the model's context or a limit of the model server, or is refused and has a call with
+    arguments that are no JSON object: the policy's doing, not a failure of the endpoint. A policy could otherwise end
+    its attempt without a reward by a huge tool output, or by such a call."""
 
     code = "context_exceeded"
 
@@ -265,6 +266,8 @@ class PolicyClient:
                 problem = f"answered {reply.status}: {_problem(content)}"
                 if reply.status == 413 or (reply.status == 400 and is_context_exceeded(problem)):
                     raise ContextExceededError(f"the conversation is larger than the endpoint takes ({problem})")
+                if reply.status in (400, 422) and self.statistics.answered and _holds_malformed_call(body):
+                    raise ContextExceededError(f"the endpoint refuses a call that the policy wrote ({problem})")
                 final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                 if final or reply.status not in RETRIED_STATUSES:
                     raise ModelError(f"the policy endpoint {problem}", status=reply.status)
@@ -286,6 +289,18 @@ def at_wall_clock(model: DoorStatistics | None, said: str) -> tuple[AgentOutcome
     if model is None or not model.explains_timeout:
         return AgentOutcome.TIMED_OUT, said
     return outcome_of_refusal(model.last_status, model.last_error or ""), f"{model.unanswered('the model')}; {said}"
+
+
+def _holds_malformed_call(body: Mapping[str, Any]) -> bool:
+    """Whether a call in a request's history has arguments that are not the text of a JSON object."""
+    items = body["input"] if isinstance(body.get("input"), list) else ()
+    calls = [item for item in items if item.get("type") == "function_call"]
+    for message in body.get("messages") or ():
+        calls += [call["function"] for call in message.get("tool_calls") or ()]
+    try:
+        return not all(isinstance(orjson.loads(call["arguments"]), dict) for call in calls)
+    except (orjson.JSONDecodeError, TypeError):
+        return True
 
 
 def _problem(content: bytes) -> str:

@@ -83,6 +83,22 @@ async def test_conversation_that_the_model_server_finds_too_large_is_the_policys
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(("arguments", "is_own_doing"), [('{"a":', True), ("[1]", True), ('{"a": 1}', False)])
+@pytest.mark.parametrize("route", ["/responses", "/chat/completions"])
+async def test_refusal_of_a_call_that_the_policy_wrote_is_its_doing_if_the_call_is_malformed(
+    serve: Serve, route: Route, arguments: str, is_own_doing: bool
+) -> None:
+    refusal = {"error": {"message": "tool call arguments must be valid JSON"}}
+    client, _ = await serve([web.json_response(response()), web.json_response(refusal, status=400)])
+    await client.ask("/responses", {})
+    call = {"type": "function_call", "name": "f", "arguments": arguments}
+    messages = [{"role": "user"}, {"role": "assistant", "tool_calls": [{"id": "1", "function": call}]}]
+    body = {"input": [{"role": "user"}, call]} if route == "/responses" else {"messages": messages}
+    with pytest.raises(ModelError, match="must be valid JSON") as caught:
+        await client.ask(route, body)
+    assert isinstance(caught.value, ContextExceededError) is is_own_doing
+
+
 @pytest.mark.parametrize(
     ("answer", "field"),
     [

@@ -149,7 +149,7 @@ def main() -> None:
     import ray
 
     # TransferQueue's controller and each unit reserve a CPU, whether they use it or not.
-    ray.init(num_cpus=arguments.units + 6, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=arguments.units + 6, include_dashboard=False, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory(prefix="ng-tq-") as folder:
             result = asyncio.run(run(arguments.trajectories, arguments.units, Path(folder)))

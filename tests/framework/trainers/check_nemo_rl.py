@@ -34,7 +34,8 @@ GROUP, GROUPS, MAX_TOKENS = 4, 2, 64
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "testing"), os.environ["NEMO_RL"]])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    environment = {"env_vars": {"PYTHONPATH": path}}
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
     ray.shutdown()
 

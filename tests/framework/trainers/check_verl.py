@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT / "tests" / "framework"))
 def cluster() -> Iterator[None]:
     path = {"env_vars": {"PYTHONPATH": f"{ROOT}:{ROOT / 'testing'}:{ROOT / 'tests' / 'framework'}"}}
     # TransferQueue's controller and units reserve a CPU each, whether there are so many or not.
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=path)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=path)
     yield
     ray.shutdown()
 

@@ -168,6 +168,7 @@ FULL = (
 )
 """Only `make test-full` runs the tests whose id begins with an entry (and contains the text after a star). Each takes
 ten seconds or more, and either similar tests stay in `make test` or a campaign tests more than it does."""
+_FULL = [(start, later) for start, _, later in (place.partition("*") for place in FULL)]
 
 FIXTURES: Mapping[str, str] = {
     "docker_engine": "docker",
@@ -209,7 +210,8 @@ BROKER = str(ROOT / "resources_servers" / "sandbox" / "app.py")
 
 def lanes_of(item: pytest.Item) -> set[str]:
     """The marks of one test."""
-    fitting = [place for place in PLACES if item.nodeid.startswith(place)]
+    name = item.nodeid  # which pytest computes anew each time
+    fitting = [place for place in PLACES if name.startswith(place)]
     marks = set(PLACES[max(fitting, key=len)].split()) if fitting else set()
     for fixture in getattr(item, "fixturenames", ()):
         marks.update(FIXTURES.get(fixture, "").split())
@@ -227,14 +229,15 @@ def has_no_fast_test(path: Path) -> bool:
 
 def is_full(item: pytest.Item) -> bool:
     """Whether only `make test-full` runs the test."""
-    places = (place.partition("*") for place in FULL)
-    return any(item.nodeid.startswith(start) and later in item.nodeid for start, _, later in places)
+    name = item.nodeid
+    return any(name.startswith(start) and later in name for start, later in _FULL)
 
 
 def order_of(item: pytest.Item) -> int:
     """Long tests first, the fast lane last."""
+    name = item.nodeid
     for position, place in enumerate(LONGEST):
-        if item.nodeid.startswith(place):
+        if name.startswith(place):
             return position
     return len(LONGEST) + (not _is_marked(item))
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import openai
 import orjson
 import pytest
@@ -178,6 +177,8 @@ async def test_turns_after_a_restart_carry_the_version_that_the_trainer_set(gate
 
 
 async def test_one_model_by_name_is_a_model_to_both_clients(gateway: GatewayStack) -> None:
+    import anthropic  # here, because it takes a second, and every test process imports this file
+
     session = await gateway.open()
     token, url = session.facts["inference_token"], session.facts["base_url"]
     async with openai.AsyncOpenAI(api_key=token, base_url=url, max_retries=0) as client:

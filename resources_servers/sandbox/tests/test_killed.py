@@ -26,7 +26,8 @@ from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import KILLING_PROGRAM
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
-IDENTITY = "killed-tests"
+IDENTITY = f"killed-tests-{uuid.uuid4().hex[:8]}"
+"""A broker removes boxes of its name that it does not know: other processes with these tests have other names."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ import ssl
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,40 @@ async def test_docker_exec_that_nobody_reads_holds_no_connection_when_its_box_is
     for process in unread:
         events = [event async for event in process.events()]
         assert isinstance(events[-1], ExecEnd) and events[-1].outcome is ExecOutcome.LOST
+
+
+async def test_docker_exec_that_ended_in_time_loses_no_output_to_a_slow_reader(
+    boxes: Boxes, box: SandboxHandle
+) -> None:
+    size = 2_420_000  # more than is read ahead, so the engine keeps the rest, although the command has ended
+    process = await boxes.provider.start_exec(box, ExecRequest(f"head -c {size} /dev/zero; exit 4", timeout_s=1))
+    await asyncio.sleep(0.5)
+    got = 0
+    async for event in process.events():
+        if isinstance(event, ExecOutput):
+            if not got:
+                await asyncio.sleep(4)
+            got += len(event.data)
+    assert isinstance(event, ExecEnd)
+    assert event.outcome is ExecOutcome.TIMED_OUT or (event.return_code, got) == (4, size)
+
+
+async def test_docker_exec_that_ended_in_time_is_not_timed_out_when_the_engine_says_so_late(
+    monkeypatch: pytest.MonkeyPatch, boxes: Boxes, box: SandboxHandle
+) -> None:
+    client = boxes.provider._engine.client
+    inspect = client.exec_inspect
+
+    def inspect_late(exec_id: str) -> dict[str, Any]:
+        # Newer engines lock an exec that has ended until its streams are closed.
+        inspection = inspect(exec_id)
+        if not inspection["Running"]:
+            time.sleep(1.5)
+        return dict(inspection)
+
+    monkeypatch.setattr(client, "exec_inspect", inspect_late)
+    done = await boxes.provider.exec(box, "sleep 600 & echo done; exit 4", timeout_s=0.5)
+    assert (done.outcome, done.return_code, done.stdout) == (ExecOutcome.EXITED, 4, "done\n")
 
 
 async def test_docker_exec_keeps_bytes_that_are_not_utf8(boxes: Boxes, box: SandboxHandle) -> None:

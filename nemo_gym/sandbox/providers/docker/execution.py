@@ -222,8 +222,9 @@ programs also choose themselves (129: git's usage errors; 130) count as exits.""
 
 _DRAIN_S = 2.0
 """How long to wait for the remaining output of a command that timed out."""
-_INSPECTION_S = 1.0
-"""How long the engine may take to say whether a command whose time is up has ended."""
+_INSPECTION_S = 3.0
+"""How long the engine may take to say whether a command whose time is up has ended. Newer engines say so only
+once they have closed the command's streams, for which they wait two seconds."""
 
 _DYING_S = 0.3
 """The engine knows that a killed box is dead at most this long after the box's commands ended."""
@@ -350,8 +351,6 @@ class DockerExec:
     def _on_timeout(self) -> None:
         self._timed_out = True
         self._killing = asyncio.ensure_future(self._kill_unless_ended())
-        if self._attachment is not None:
-            self._timer = asyncio.get_running_loop().call_later(_DRAIN_S, self._attachment.close)
 
     async def _kill_unless_ended(self) -> None:
         # The engine keeps the streams of a command that has ended open for a while if background processes hold them.
@@ -360,6 +359,8 @@ class DockerExec:
                 inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             self._timed_out = bool(inspection["Running"]) or inspection["ExitCode"] is None
         if self._timed_out:
+            if self._attachment is not None:
+                self._timer = asyncio.get_running_loop().call_later(_DRAIN_S, self._attachment.close)
             await self.kill()
 
     # ------------------------------------------------------------------------------------------------ streaming
@@ -444,6 +445,8 @@ class DockerExec:
             if not inspection["Running"]:
                 code = inspection["ExitCode"]
                 return code if isinstance(code, int) else None
+            if self._killing is not None:
+                await asyncio.shield(self._killing)  # until then, the command may still turn out to have ended in time
             if self._timed_out:
                 return None
             # The streams end shortly before the engine notices the exit, or long before if the command closed them.

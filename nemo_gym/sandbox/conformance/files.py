@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import os
@@ -208,6 +209,11 @@ class ArchiveChecks(Checks):
             with pytest.raises(SandboxArchiveError, match=f"/srv/x/{path}") as caught:
                 await receive(box, f"/srv/x/{path}")
             assert not caught.value.retryable
+
+    async def test_link_to_a_processs_memory_is_not_a_failure_of_the_backend(self, box: AsyncSandbox) -> None:
+        await sh(box, "mkdir /srv/x; sleep 600 >/dev/null 2>&1 & ln -s /proc/$!/mem /srv/x/memory")
+        with contextlib.suppress(SandboxArchiveError):
+            assert list(members(await receive(box, "/srv/x/memory"))) == ["memory"]
 
     async def test_account_files_that_a_box_replaces_hold_up_no_archive(self, box: AsyncSandbox) -> None:
         await sh(box, "mkdir /srv/x; touch /srv/x/f; cd /etc; rm group passwd; ln -s group group; ln -s passwd passwd")

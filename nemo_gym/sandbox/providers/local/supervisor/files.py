@@ -62,6 +62,7 @@ async def get_archive(
     def job(report: Report) -> None:
         report.step = f"packing {path}"
         _enter(init_fd)
+        target = ""
         try:
             os.stat(path)  # noqa: PTH116 - bounds the number of links, which `realpath` would follow by recursion
             target = os.path.realpath(path, strict=True)
@@ -69,7 +70,8 @@ async def get_archive(
             for chunk in archive.pack(target, exclude=exclude, max_bytes=max_bytes, name=name):
                 write_all(stream, chunk)
         except OSError as error:
-            if error.errno not in _ERRORS_OF_THE_BOX:
+            # A link of the box may lead to the memory of a process, where reading fails as on a broken disk.
+            if error.errno not in _ERRORS_OF_THE_BOX and not target.startswith("/proc/"):
                 raise
             raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
 

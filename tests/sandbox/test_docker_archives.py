@@ -10,7 +10,9 @@ import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import docker.errors
 import pytest
+import requests
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
@@ -166,6 +168,22 @@ async def test_docker_get_archive_says_when_there_is_nothing(boxes: Boxes, box: 
     await boxes.provider.close(box)
     with pytest.raises(SandboxLostError):
         await fetched(boxes, box, "/etc")
+
+
+async def test_docker_get_archive_says_so_when_a_newer_engine_finds_a_loop_of_links(
+    boxes: Boxes, box: SandboxHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Newer engines ask the kernel, in whose text links have "levels"; older ones look themselves.
+    text = "lstat /srv/loop/f: too many levels of symbolic links"
+
+    def refuse(response: requests.Response) -> None:
+        response.status_code = 500
+        raise docker.errors.APIError("500 Server Error", response=response, explanation=text)
+
+    monkeypatch.setattr(archives, "_raise_for_status", refuse)
+    with pytest.raises(SandboxArchiveError) as caught:
+        await fetched(boxes, box, "/srv/loop/f")
+    assert not caught.value.retryable
 
 
 async def test_docker_archives_use_no_program_of_the_box(boxes: Boxes, box: SandboxHandle) -> None:

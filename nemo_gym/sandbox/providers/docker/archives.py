@@ -33,7 +33,10 @@ _GO_MODE_SPECIAL = 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
 """Devices, pipes, sockets, and files of no known kind."""
 _ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
 _MAX_ACCOUNT_BYTES = 64 * 1024 * 1024
-_CAUSED_BY_THE_BOX = ("too many links", "not a directory", "file name too long", "cannot overwrite")
+_CAUSED_BY_THE_BOX = (
+    *("too many links", "too many levels of symbolic links"),  # as older and newer engines say
+    *("not a directory", "file name too long", "cannot overwrite"),
+)
 """What the engine calls a failure of its own although it is the box's contents that cause it."""
 MAX_IMPLIED_DIRECTORIES = 20_000
 """Maximum number of parent directories that an archive may leave out. Each of them costs a request to the engine."""

@@ -298,7 +298,8 @@ def _holds_malformed_call(body: Mapping[str, Any]) -> bool:
     for message in body.get("messages") or ():
         calls += [call["function"] for call in message.get("tool_calls") or ()]
     try:
-        return not all(isinstance(orjson.loads(call["arguments"]), dict) for call in calls)
+        # Some servers give no text at all for a tool without parameters.
+        return not all(isinstance(orjson.loads(call.get("arguments") or "{}"), dict) for call in calls)
     except (orjson.JSONDecodeError, TypeError):
         return True
 

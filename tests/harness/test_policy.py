@@ -83,7 +83,9 @@ async def test_conversation_that_the_model_server_finds_too_large_is_the_policys
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize(("arguments", "is_own_doing"), [('{"a":', True), ("[1]", True), ('{"a": 1}', False)])
+@pytest.mark.parametrize(
+    ("arguments", "is_own_doing"), [('{"a":', True), ("[1]", True), ('{"a": 1}', False), ("", False)]
+)
 @pytest.mark.parametrize("route", ["/responses", "/chat/completions"])
 async def test_refusal_of_a_call_that_the_policy_wrote_is_its_doing_if_the_call_is_malformed(
     serve: Serve, route: Route, arguments: str, is_own_doing: bool

@@ -355,7 +355,7 @@ class DockerExec:
     async def _kill_unless_ended(self) -> None:
         # The engine keeps the streams of a command that has ended open for a while if background processes hold them.
         with contextlib.suppress(TimeoutError, *sdk_errors(SandboxError)):
-            async with asyncio.timeout(_INSPECTION_S):  # an engine that hangs must not let the command go on
+            async with asyncio.timeout(_INSPECTION_S):
                 inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             self._timed_out = bool(inspection["Running"]) or inspection["ExitCode"] is None
         if self._timed_out:

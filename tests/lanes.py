@@ -199,6 +199,8 @@ LONGEST = (
     "tests/cli",
     "tests/servers/test_model_limits.py",
     "tests/servers/test_slow_senders.py",
+    "responses_api_agents/simple_agent/tests",
+    "responses_api_models/openai_model/tests",
 )
 """These tests start first, so that no process is still busy with one of them when all others are done. Files that
 mostly wait are not in `SPREAD`: one process waits while the others work."""

@@ -62,7 +62,7 @@ async def test_act_is_ended_and_cleaned_up_when_its_caller_leaves(waiting: Stack
     await until(lambda: agent_of(waiting).started)
     asking.cancel()
     await until(lambda: agent_of(waiting).cleaned == ["r1-a1"])
-    assert agent_of(waiting)._acts.active == 0
+    await until(lambda: agent_of(waiting)._acts.active == 0)  # an act ends after its cleanup
 
 
 async def test_cancel_answers_when_the_act_has_cleaned_up(waiting: Stack) -> None:

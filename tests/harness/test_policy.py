@@ -91,11 +91,19 @@ async def test_refusal_of_a_call_that_the_policy_wrote_is_its_doing_if_the_call_
     serve: Serve, route: Route, arguments: str, is_own_doing: bool
 ) -> None:
     refusal = {"error": {"message": "tool call arguments must be valid JSON"}}
-    client, _ = await serve([web.json_response(response()), web.json_response(refusal, status=400)])
-    await client.ask("/responses", {})
+    client, _ = await serve(
+        [
+            web.json_response(text, status=status)
+            for text, status in ((refusal, 400), (response(), 200), (refusal, 400))
+        ]
+    )
     call = {"type": "function_call", "name": "f", "arguments": arguments}
     messages = [{"role": "user"}, {"role": "assistant", "tool_calls": [{"id": "1", "function": call}]}]
     body = {"input": [{"role": "user"}, call]} if route == "/responses" else {"messages": messages}
+    with pytest.raises(ModelError, match="must be valid JSON") as given:
+        await client.ask(route, body)
+    assert not isinstance(given.value, ContextExceededError), "before an answer, a row holds the call, not the policy"
+    await client.ask("/responses", {})
     with pytest.raises(ModelError, match="must be valid JSON") as caught:
         await client.ask(route, body)
     assert isinstance(caught.value, ContextExceededError) is is_own_doing

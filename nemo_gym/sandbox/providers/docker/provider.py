@@ -184,7 +184,7 @@ class DockerProvider(StreamingProvider):
 
     async def _abandon(self, handle: SandboxHandle | None, creation: Creation) -> None:
         if handle is not None:
-            await self._close_doors(box_of(handle))
+            await self._close_connections(box_of(handle))
         await self._engine.call(creation.discard)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
@@ -349,9 +349,6 @@ class DockerProvider(StreamingProvider):
     async def _close_connections(self, box: DockerBox) -> None:
         for process in [*box.running.values()]:
             process.close_unread()
-        await self._close_doors(box)
-
-    async def _close_doors(self, box: DockerBox) -> None:
         servers = [*box.doors.values()]
         box.doors.clear()
         await asyncio.gather(*(server.aclose() for server in servers))

@@ -111,12 +111,16 @@ class Upload:
                         raise
                 make_directories(engine, container_id, self.path)
         except sdk_errors() as error:
-            if is_missing_path(error) or any(text in explain(error) for text in _CAUSED_BY_THE_BOX):
+            if _is_caused_by_the_box(error):
                 raise SandboxArchiveError(f"cannot unpack at '{self.path}' in the box: {explain(error)}") from error
             raise translate(error, f"unpacking an archive at '{self.path}'") from error
 
     def close(self) -> None:
         self._spool.close()
+
+
+def _is_caused_by_the_box(error: Exception) -> bool:
+    return is_missing_path(error) or any(text in explain(error) for text in _CAUSED_BY_THE_BOX)
 
 
 def _put(engine: Engine, container_id: str, path: str, data: bytes | IO[bytes]) -> None:
@@ -200,7 +204,7 @@ def download(
         except ArchiveError as error:
             raise SandboxArchiveError(f"'{path}' cannot be packed: {error}") from error
         except sdk_errors() as error:
-            if is_missing_path(error) or any(text in explain(error) for text in _CAUSED_BY_THE_BOX):
+            if _is_caused_by_the_box(error):
                 raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path) from error
             raise translate(error, f"packing '{path}'") from error
         spool.seek(0)
